@@ -1,0 +1,120 @@
+"""What is wrong with a document, and where. Pure: no I/O.
+
+A diagnostic is one finding with a stable code (contract 1.1); a `DocumentError` carries all findings of one reading or
+one compilation, so that a person repairs a file in one go. Lines and columns count from 1.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+from agentctl.store.errors import UsageError
+
+Path: TypeAlias = tuple[str | int, ...]
+"""Where a value stands in a document: field names and list indices from the root."""
+
+MAX_DIAGNOSTICS = 100
+"""A document with more findings than this is reported up to here, with a last line that gives the number left out."""
+
+CODES = frozenset(
+    {
+        "yaml_syntax",
+        "schema_violation",
+        "unsupported_version",
+        "migration_required",
+        "duplicate_task",
+        "missing_reference",
+        "dependency_cycle",
+        "invalid_template",
+        "unsupported_capability",
+        "invalid_secret_reference",
+        "policy_denied",
+        "incompatible_state",
+    }
+)
+"""The closed list of codes (contract 1.1)."""
+
+
+@dataclass(frozen=True, slots=True)
+class Diagnostic:
+    """One finding. `path` is dotted (`spec.tasks[2].with.path`); everything after `message` may be absent."""
+
+    code: str
+    message: str
+    severity: str = "error"
+    file: str | None = None
+    line: int | None = None
+    column: int | None = None
+    path: str | None = None
+    help: str | None = None
+
+    def as_json(self) -> dict[str, Any]:
+        """The object of the JSON envelope (contract 1.1); absent parts are null."""
+        return {
+            "code": self.code,
+            "severity": self.severity,
+            "message": self.message,
+            "file": self.file,
+            "line": self.line,
+            "column": self.column,
+            "path": self.path,
+            "help": self.help,
+        }
+
+    def as_text(self) -> str:
+        """One line for a terminal: `file:line:column: code: message (path) help: ...`."""
+        place = ":".join(str(part) for part in (self.file, self.line, self.column) if part is not None)
+        text = f"{place}: {self.code}: {self.message}" if place else f"{self.code}: {self.message}"
+        if self.severity != "error":
+            text = text.replace(f"{self.code}: ", f"{self.severity}: {self.code}: ", 1)
+        if self.path:
+            text += f" ({self.path})"
+        if self.help:
+            text += f" help: {self.help}"
+        return text
+
+
+class DocumentError(UsageError):
+    """A document cannot be used; nothing was changed. `diagnostics` is never empty and sorted by place."""
+
+    def __init__(self, diagnostics: Iterable[Diagnostic]) -> None:
+        found = sorted(
+            diagnostics, key=lambda item: (item.file or "", item.line or 0, item.column or 0, item.path or "")
+        )
+        if len(found) > MAX_DIAGNOSTICS:
+            left = len(found) - MAX_DIAGNOSTICS
+            found = [*found[:MAX_DIAGNOSTICS], Diagnostic("schema_violation", f"{left} more findings not shown")]
+        self.diagnostics: tuple[Diagnostic, ...] = tuple(found)
+        super().__init__(render_diagnostics(self.diagnostics), remedy=found[0].help if found else None)
+
+
+def render_diagnostics(diagnostics: Sequence[Diagnostic]) -> str:
+    """All findings as text, one a line."""
+    return "\n".join(item.as_text() for item in diagnostics)
+
+
+def dotted(path: Sequence[str | int]) -> str:
+    """`("spec", "tasks", 2, "id")` as `spec.tasks[2].id`."""
+    text = ""
+    for part in path:
+        if isinstance(part, int):
+            text += f"[{part}]"
+        else:
+            text += f".{part}" if text else part
+    return text
+
+
+def did_you_mean(word: str, known: Iterable[str], *, else_list: str | None = None) -> str | None:
+    """`did you mean X?` for the closest known word; otherwise `else_list` and all known words when they are few."""
+    from difflib import get_close_matches
+
+    words = sorted(known)
+    lowered = {item.lower(): item for item in words}
+    close = get_close_matches(word.lower(), list(lowered), n=1, cutoff=0.6)
+    if close:
+        return f"did you mean {lowered[close[0]]!r}?"
+    if else_list is not None and words and len(words) <= 40:
+        return f"{else_list}: {', '.join(words)}"
+    return None

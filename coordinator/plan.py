@@ -1,0 +1,273 @@
+"""The frozen plan of a run: what the compiler makes, what is stored, what drivers and workers read. Pure: no I/O.
+
+The JSON forms are those of contract 2.11 plus the fields of this project (`position`, `actionKind`, `memoryReads`,
+`memoryAfter`, `dataVars`, and on the plan what a driver needs without the document). Children of one expansion share
+their unchanged parts, in memory and after `from_json` of their own values; nobody changes any part of a plan.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from functools import lru_cache
+from typing import Any
+
+from agentctl.store.canonical import Json, canonical
+from agentctl.store.errors import IncompatibleVersion
+
+PLAN_FORMAT = 1
+"""Version of the stored plan; a plan from a newer version is refused (contract section 0)."""
+
+MAX_TASKS = 200_000
+"""Most compiled tasks of a plan (contract table, row 4)."""
+
+
+@dataclass(frozen=True, slots=True)
+class RetryPolicy:
+    """How failed attempts are followed by others (contract table, row 9). Times are in milliseconds."""
+
+    max_attempts: int = 1
+    backoff_ms: int = 0
+    backoff_multiplier: float = 1.0
+    max_backoff_ms: int = 60_000
+
+    def to_json(self) -> dict[str, Json]:
+        """The stored form."""
+        return {
+            "maxAttempts": self.max_attempts,
+            "backoffMs": self.backoff_ms,
+            "backoffMultiplier": self.backoff_multiplier,
+            "maxBackoffMs": self.max_backoff_ms,
+        }
+
+    @staticmethod
+    def from_json(data: dict[str, Any]) -> RetryPolicy:
+        """The policy of a stored form; equal policies are one object."""
+        return _retry_policy(
+            data["maxAttempts"], data["backoffMs"], float(data["backoffMultiplier"]), data["maxBackoffMs"]
+        )
+
+
+@lru_cache(maxsize=1024)
+def _retry_policy(attempts: int, backoff: int, multiplier: float, longest: int) -> RetryPolicy:
+    return RetryPolicy(attempts, backoff, multiplier, longest)
+
+
+@dataclass(frozen=True, slots=True)
+class Expansion:
+    """Which child of which expansion a task is (contract 2.3). `bindings` are the variables that it adds."""
+
+    parent: str
+    index: int
+    bindings: dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class CompiledTask:
+    """One task of a plan.
+
+    * `position`: place in compiled order, from 0.
+    * `uses_kind`: `action` or `aggregate`; `action_kind` such as `builtin.assign`, None for aggregates.
+    * `vars`: the task's own variables; they win over `Plan.vars`. Those named in `data_vars` are data, all others are
+      rendered once.
+    * `input`: defaults of the action overlaid by the task's `with`, key by key; templates not rendered yet.
+    * `memory_writes`: keys the task may write. `memory_reads`: keys it may read; None means every key.
+    * `memory_after`: positions of tasks that must be terminal before this one starts although it does not need them:
+      for each readable key the last earlier writer, for each written key the previous writer (architecture 5).
+    * `timeout_seconds`: limit of one attempt, resolved. `output_schema`: as declared, None means the kind's contract.
+    """
+
+    id: str
+    position: int
+    uses_kind: str
+    uses_name: str
+    action_kind: str | None
+    needs: tuple[str, ...] = ()
+    expansion: Expansion | None = None
+    memory_writes: tuple[str, ...] = ()
+    memory_reads: tuple[str, ...] | None = ()
+    memory_after: tuple[int, ...] = ()
+    when: str | None = None
+    vars: dict[str, Any] = field(default_factory=dict)
+    data_vars: tuple[str, ...] = ()
+    input: dict[str, Any] = field(default_factory=dict)
+    retry: RetryPolicy = field(default_factory=RetryPolicy)
+    timeout_seconds: int = 120
+    failure: str = "stop"
+    output_schema: dict[str, Any] | bool | None = None
+    predictability: str = "fully_predictable"
+
+    def to_json(self) -> dict[str, Any]:
+        """The form of contract 2.11 with this project's fields. Values are shared, not copied."""
+        data: dict[str, Any] = {
+            "id": self.id,
+            "position": self.position,
+            "uses": {"kind": self.uses_kind, "name": self.uses_name},
+            "actionKind": self.action_kind,
+            "needs": list(self.needs),
+            "memoryReads": None if self.memory_reads is None else list(self.memory_reads),
+            "memoryAfter": list(self.memory_after),
+            "when": self.when,
+            "vars": self.vars,
+            "input": self.input,
+            "retry": self.retry.to_json(),
+            "timeoutSeconds": self.timeout_seconds,
+            "failure": self.failure,
+            "outputSchema": self.output_schema,
+            "predictability": self.predictability,
+        }
+        if self.expansion is not None:
+            item = self.expansion
+            data["expansion"] = {"parent": item.parent, "index": item.index, "bindings": item.bindings}
+        if self.memory_writes:
+            data["memoryWrites"] = list(self.memory_writes)
+        if self.data_vars:
+            data["dataVars"] = list(self.data_vars)
+        return data
+
+    @staticmethod
+    def from_json(data: dict[str, Any]) -> CompiledTask:
+        """The task of a stored form."""
+        expansion = data.get("expansion")
+        reads = data["memoryReads"]
+        uses = data["uses"]
+        return CompiledTask(
+            data["id"],
+            data["position"],
+            uses["kind"],
+            uses["name"],
+            data["actionKind"],
+            tuple(data["needs"]),
+            None if expansion is None else Expansion(expansion["parent"], expansion["index"], expansion["bindings"]),
+            tuple(data.get("memoryWrites", ())),
+            None if reads is None else tuple(reads),
+            tuple(data["memoryAfter"]),
+            data["when"],
+            data["vars"],
+            tuple(data.get("dataVars", ())),
+            data["input"],
+            RetryPolicy.from_json(data["retry"]),
+            data["timeoutSeconds"],
+            data["failure"],
+            data["outputSchema"],
+            data["predictability"],
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """A compiled workflow, frozen.
+
+    `actions` are the definitions that tasks use, `policy` the whole policy, both with every default; `memory` is the
+    initial working memory, `inputs` the run inputs as merged at compile time, `vars` the workflow's variables (data,
+    never rendered), `outputs` the templates of the run output. Both digests are bare hex.
+    """
+
+    format_version: int
+    workflow_name: str
+    workflow_digest: str
+    plan_digest: str
+    order: tuple[str, ...]
+    max_concurrency: int
+    max_deliveries: int
+    tasks: dict[str, CompiledTask]
+    predictability: str
+    requirements: dict[str, Any]
+    budget: dict[str, Any]
+    actions: dict[str, Any]
+    policy: dict[str, Any]
+    memory: dict[str, Any]
+    inputs: dict[str, Any]
+    vars: dict[str, Any]
+    outputs: dict[str, Any]
+    show_diff: bool
+
+    def to_json(self) -> dict[str, Any]:
+        """The stored form. For large plans prefer `canonical_chunks`, which never holds the whole text."""
+        return {**self._head(), "order": list(self.order), "tasks": {key: task.to_json() for key, task in self.tasks.items()}}
+
+    def _head(self) -> dict[str, Any]:
+        return {
+            "formatVersion": self.format_version,
+            "workflowName": self.workflow_name,
+            "workflowDigest": self.workflow_digest,
+            "planDigest": self.plan_digest,
+            "maxConcurrency": self.max_concurrency,
+            "maxDeliveries": self.max_deliveries,
+            "predictability": self.predictability,
+            "requirements": self.requirements,
+            "budget": self.budget,
+            "actions": self.actions,
+            "policy": self.policy,
+            "memory": self.memory,
+            "inputs": self.inputs,
+            "vars": self.vars,
+            "outputs": self.outputs,
+            "showDiff": self.show_diff,
+        }
+
+    def canonical_chunks(self) -> Iterator[str]:
+        """The canonical text of `to_json()` in pieces, one task a piece."""
+        whole: dict[str, Any] = {**self._head(), "order": list(self.order), "tasks": None}
+        first = True
+        for name in sorted(whole):
+            yield ("{" if first else ",") + canonical(name) + ":"
+            first = False
+            if name == "tasks":
+                yield from tasks_chunks(self.tasks)
+            else:
+                yield canonical(whole[name])
+        yield "}"
+
+    @staticmethod
+    def from_json(data: dict[str, Any]) -> Plan:
+        """The plan of a stored form, tasks in compiled order. Raises `IncompatibleVersion` for another format."""
+        version = data.get("formatVersion")
+        if version != PLAN_FORMAT:
+            raise IncompatibleVersion(
+                f"the plan has format version {version!r}; this agentctl knows {PLAN_FORMAT}",
+                remedy="use the agentctl that made it",
+            )
+        order = tuple(data["order"])
+        stored, read = data["tasks"], CompiledTask.from_json
+        return Plan(
+            format_version=version,
+            workflow_name=data["workflowName"],
+            workflow_digest=data["workflowDigest"],
+            plan_digest=data["planDigest"],
+            order=order,
+            max_concurrency=data["maxConcurrency"],
+            max_deliveries=data["maxDeliveries"],
+            tasks={key: read(stored[key]) for key in order},
+            predictability=data["predictability"],
+            requirements=data["requirements"],
+            budget=data["budget"],
+            actions=data["actions"],
+            policy=data["policy"],
+            memory=data["memory"],
+            inputs=data["inputs"],
+            vars=data["vars"],
+            outputs=data["outputs"],
+            show_diff=data["showDiff"],
+        )
+
+
+_PLAN_FIELDS = (
+    "formatVersion", "workflowName", "workflowDigest", "planDigest", "order", "maxConcurrency", "tasks",
+    "predictability", "requirements", "budget",
+)  # fmt: skip
+
+
+def plan_as_json(plan: Plan) -> dict[str, Any]:
+    """What `agentctl plan` prints (contract 2.11)."""
+    data = plan.to_json()
+    return {name: data[name] for name in _PLAN_FIELDS}
+
+
+def tasks_chunks(tasks: dict[str, CompiledTask]) -> Iterator[str]:
+    """The canonical text of the tasks object in pieces, ids sorted as canonical JSON wants it."""
+    lead = "{"
+    for name in sorted(tasks):
+        yield f"{lead}{canonical(name)}:{canonical(tasks[name].to_json())}"
+        lead = ","
+    yield "}" if lead == "," else "{}"
