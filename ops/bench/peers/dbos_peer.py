@@ -1,8 +1,7 @@
 """Peer: DBOS Transact on SQLite, steps sent through one of its queues.
 
-One process with the queue's concurrency as the number of workers, which is how DBOS runs on SQLite. The clock runs
-from the first enqueue until every handle has given its result. DBOS is slow at this on SQLite, so the benchmark gives it
-fewer tasks; the rate does not depend on their number.
+One process, in which the queue's concurrency is the number of workers. The clock runs from the first enqueue until
+every handle has given its result. DBOS is slow at this on SQLite, so the benchmark gives it fewer tasks.
 """
 
 from __future__ import annotations
@@ -11,10 +10,12 @@ import argparse
 import subprocess
 import tempfile
 import time
+from collections.abc import Callable
 from importlib.metadata import version
 from pathlib import Path
+from typing import Any
 
-from dbos import DBOS, DBOSConfig
+from dbos import DBOS, DBOSConfig, WorkflowHandle
 from report import PeerResult
 
 
@@ -43,6 +44,7 @@ def measure(work: str, tasks: int, workers: int, polling: float, folder: Path) -
         "log_level": "ERROR",
         "notification_listener_polling_interval_sec": 0.01,
     }
+    step: Callable[..., Any] = {"give": give, "read": read, "true": true}[work]
     DBOS(config=config)
     DBOS.launch()
     try:
@@ -50,14 +52,9 @@ def measure(work: str, tasks: int, workers: int, polling: float, folder: Path) -
         for handle in [queue.enqueue(give, number) for number in range(workers)]:
             handle.get_result(polling_interval_sec=0.01)
         started = time.perf_counter()
-        handles = []
+        handles: list[WorkflowHandle[Any]] = []
         for number in range(tasks):
-            if work == "read":
-                handles.append(queue.enqueue(read, str(text)))
-            elif work == "true":
-                handles.append(queue.enqueue(true, number))
-            else:
-                handles.append(queue.enqueue(give, number))
+            handles.append(queue.enqueue(read, str(text)) if step is read else queue.enqueue(step, number))
         for handle in handles:
             handle.get_result(polling_interval_sec=0.01)
         seconds = time.perf_counter() - started

@@ -1,12 +1,12 @@
 """Peer: huey on SQLite with `fsync=True` and worker processes.
 
-The consumer is the one that huey ships, started as a process of its own. Two figures, since the process that enqueues and
-those that work get into one another's way:
+The consumer is the one that huey ships, started as a process of its own. Two figures, since the process that
+enqueues and those that work get into one another's way:
 
-- `live`: the workers are idle when the clock starts, which runs from the first enqueue until the last result is stored.
-  This is how a run of agentctl is measured, too.
-- `filled`: the queue is filled first; the clock runs from the first result to the last. Enqueueing costs nothing here,
-  so this is the best that can be said for huey.
+- `live`: the workers are idle when the clock starts, which runs from the first enqueue until the last result is
+  stored. This is how a run of agentctl is measured, too.
+- `filled`: the queue is filled first; the clock runs from the first result to the last. Enqueueing costs nothing
+  here: a rate in huey's favour.
 
 huey keeps no ledger of what a task did: a task that its worker loses is lost.
 """
@@ -32,9 +32,7 @@ FOLDER = "AGENTCTL_BENCH_FOLDER"
 DEADLINE = 120.0
 
 folder = Path(os.environ.get(FOLDER) or tempfile.gettempdir())
-queue = SqliteHuey(
-    "bench", filename=str(folder / "huey.db"), fsync=True, timeout=60, immediate=False
-)
+queue = SqliteHuey("bench", filename=str(folder / "huey.db"), fsync=True, timeout=60, immediate=False)
 
 
 @queue.task()
@@ -58,7 +56,8 @@ def consumer(workers: int) -> Iterator[None]:
     """huey's own consumer, with the pauses of idle workers that gave it the best rates."""
     # `--delay` is the shortest pause of an idle worker and `--max-delay` the longest.
     command = [sys.executable, "-m", "huey.bin.huey_consumer", "huey_peer.queue", "--workers", str(workers)]
-    command += ["--worker-type", "process", "--no-periodic", "--quiet", "--delay", "0.02", "--max-delay", "0.05"]
+    command += ["--worker-type", "process", "--no-periodic", "--quiet"]
+    command += ["--delay", "0.02", "--max-delay", "0.05"]
     here = str(Path(__file__).parent)
     child = subprocess.Popen(
         command, cwd=here, stderr=subprocess.DEVNULL, env=os.environ | {"PYTHONPATH": here}

@@ -1,4 +1,4 @@
-"""Peer: GNU `parallel -j8 --joblog`: starts processes, captures their output, appends a line to a log for each."""
+"""Peer: GNU `parallel -j8 --joblog`: captures the output of processes and logs a line for each."""
 
 from __future__ import annotations
 
