@@ -1,7 +1,7 @@
 """Peer: DBOS Transact on SQLite, steps sent through one of its queues.
 
-One process, in which the queue's concurrency is the number of workers. The clock runs from the first enqueue until
-every handle has given its result. DBOS is slow at this on SQLite, so the benchmark gives it fewer tasks.
+One process, in which the queue's concurrency is the number of workers. The clock runs from the first enqueue
+until every handle has given its result. DBOS is slow at this on SQLite: the benchmark gives it fewer tasks.
 """
 
 from __future__ import annotations
@@ -44,7 +44,8 @@ def measure(work: str, tasks: int, workers: int, polling: float, folder: Path) -
         "log_level": "ERROR",
         "notification_listener_polling_interval_sec": 0.01,
     }
-    step: Callable[..., Any] = {"give": give, "read": read, "true": true}[work]
+    steps: dict[str, Callable[..., Any]] = {"give": give, "read": read, "true": true}
+    step = steps[work]
     DBOS(config=config)
     DBOS.launch()
     try:

@@ -3,10 +3,10 @@
 The consumer is the one that huey ships, started as a process of its own. Two figures, since the process that
 enqueues and those that work get into one another's way:
 
-- `live`: the workers are idle when the clock starts, which runs from the first enqueue until the last result is
-  stored. This is how a run of agentctl is measured, too.
-- `filled`: the queue is filled first; the clock runs from the first result to the last. Enqueueing costs nothing
-  here: a rate in huey's favour.
+- `live`: the workers are idle when the clock starts, which runs from the first enqueue until the last result
+  is stored. This is how a run of agentctl is measured, too.
+- `filled`: the queue is filled first; the clock runs from the first result to the last. Enqueueing costs
+  nothing here: a rate in huey's favour.
 
 huey keeps no ledger of what a task did: a task that its worker loses is lost.
 """
