@@ -1,0 +1,178 @@
+"""Effects by kind: what a worker can do to the outside world, and the protocol between an attempt and an
+action.
+
+An attempt hands a `Work` to `prepare`. That makes the static checks (paths, programs, environment names,
+types of `with`), changes nothing, and returns either `Done` (finished without an effect) or an
+`EffectPlan`. The attempt records and starts the effect of that plan, and only then calls `plan.execute`,
+which never raises for anything that the outside world does: the outcome is data.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from importlib import import_module
+from typing import Any, Final, Literal, Protocol, TypeAlias
+
+from agentctl.store.errors import TaskFault
+from agentctl.store.policy import Policy
+
+Status: TypeAlias = Literal["succeeded", "failed", "uncertain", "not_dispatched"]
+
+
+class CancelToken(Protocol):
+    """Tells a running effect to end. `fileno()` becomes readable, and stays so, when it is cancelled."""
+
+    def fileno(self) -> int: ...
+
+    @property
+    def cancelled(self) -> bool: ...
+
+    @property
+    def reason(self) -> str | None:
+        """`cancel_requested`, `drain`, `lease_lost` or `deadline`; None as long as it is not cancelled."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Work:
+    """What an attempt gives to an action.
+
+    `action` is the action's definition (JSON, camelCase). `input` is the rendered `with`. `memory` holds
+    the keys that the task can read; a missing key is absent. `timeout_seconds` is the limit of the attempt.
+    `base_path` is the folder that `policy.workspaceRoot` is relative to. `recorded` is the `expectedEffect`
+    of an effect row that an earlier delivery of the same attempt requested, else None. `force_effect`: an
+    unchanged `builtin.write` is an effect, too (a compensation run, contract 3).
+    """
+
+    task_id: str
+    action_name: str
+    kind: str
+    action: Mapping[str, Any]
+    input: dict[str, Any]
+    memory: Mapping[str, Any]
+    timeout_seconds: float
+    base_path: str
+    policy: Policy
+    show_diff: bool = False
+    recorded: Mapping[str, Any] | None = None
+    force_effect: bool = False
+
+
+@dataclass(slots=True)
+class EffectContext:
+    """What a dispatch knows: the effect's id, its cancel token, and the clock that its limits are measured
+    by."""
+
+    effect_id: str
+    token: CancelToken
+    monotonic: Callable[[], float]
+
+
+@dataclass(frozen=True, slots=True)
+class EffectOutcome:
+    """How one dispatch ended.
+
+    `succeeded`: `result` is the action's output. `failed`: the effect definitely failed. `uncertain`: it
+    was dispatched and nobody knows how far it came. `not_dispatched`: provably nothing happened (contract
+    row 22).
+
+    For the last three `error` is `TaskFault.as_json()`. A process that failed or was ended may have a
+    `result`, too: what it printed so far, for `logs`; it is never a task's output. `usage` is in budget
+    units. `notes` are findings for people (processes that were left behind and had to be ended, say).
+    """
+
+    status: Status
+    result: dict[str, Any] | None = None
+    error: dict[str, Any] | None = None
+    usage: dict[str, int] = field(default_factory=dict)
+    notes: dict[str, Any] = field(default_factory=dict)
+
+    @classmethod
+    def not_dispatched(cls, fault: TaskFault) -> EffectOutcome:
+        return cls("not_dispatched", error=fault.as_json())
+
+    @classmethod
+    def failed(cls, fault: TaskFault) -> EffectOutcome:
+        return cls("failed", error=fault.as_json())
+
+
+@dataclass(frozen=True, slots=True)
+class EffectPlan:
+    """An effect that is ready to be requested.
+
+    `input` is what is recorded and digested for the effect's identity (contract 3 and 5.1).
+    `expected_effect` is recorded with the request and shown to who approves. `estimate` is reserved before
+    the start, in budget units.
+    """
+
+    operation: str
+    effect_class: str
+    risk: str
+    idempotency: str
+    policy_name: str
+    input: dict[str, Any]
+    expected_effect: dict[str, Any]
+    estimate: dict[str, int]
+    execute: Callable[[EffectContext], EffectOutcome]
+
+
+@dataclass(frozen=True, slots=True)
+class Done:
+    """Finished without an effect: no row, no approval, no charge (an unchanged `builtin.write`, contract
+    3)."""
+
+    output: dict[str, Any]
+
+
+Preparer: TypeAlias = Callable[[Work], EffectPlan | Done]
+
+# Named, not imported: a worker loads only the kinds that its tasks use.
+_BUILTIN: Final[dict[str, tuple[str, str]]] = {
+    "builtin.read": ("files", "prepare_read"),
+    "builtin.write": ("files", "prepare_write"),
+    "builtin.memory.write": ("memory", "prepare_memory_write"),
+    "builtin.shell.exec": ("shell", "prepare_shell"),
+}
+_preparers: dict[str, Preparer] = {}
+
+
+def register(kind: str, preparer: Preparer) -> None:
+    """Make `prepare` know another kind of action, or replace one."""
+    _preparers[kind] = preparer
+
+
+def supported(kind: str) -> bool:
+    """Whether `prepare` knows this kind of action."""
+    return kind in _preparers or kind in _BUILTIN
+
+
+def prepare(work: Work) -> EffectPlan | Done:
+    """Check a piece of work and describe its effect, without any outside effect.
+
+    Raises `TaskFault`: `policy_denied`, `invalid_input`, `not_found`, `io_error`, or
+    `unsupported_capability` for a kind that this worker does not have.
+    """
+    preparer = _preparers.get(work.kind)
+    if preparer is None:
+        preparer = _load(work.kind)
+        _preparers[work.kind] = preparer
+    return preparer(work)
+
+
+def _load(kind: str) -> Preparer:
+    if kind not in _BUILTIN:
+        raise TaskFault("unsupported_capability", f"this worker has no action kind {kind}")
+    module, name = _BUILTIN[kind]
+    preparer: Preparer = getattr(import_module(f"{__name__}.{module}"), name)
+    return preparer
+
+
+def refuse_cancelled(context: EffectContext) -> EffectOutcome | None:
+    """The outcome of an effect whose token was cancelled before anything was sent, else None."""
+    if not context.token.cancelled:
+        return None
+    reason = context.token.reason
+    return EffectOutcome.not_dispatched(
+        TaskFault("cancelled", f"ended before it was dispatched: {reason}", details={"reason": reason})
+    )

@@ -1,0 +1,62 @@
+"""Where a task's paths lead: symbolic links resolved here, rules asked of `store.policy`."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from typing import Any
+
+from agentctl.store.errors import TaskFault
+from agentctl.store.policy import readable, refuse_dotdot
+
+from . import Work
+
+
+def workspace_of(work: Work) -> str:
+    """The resolved workspace root of a piece of work."""
+    return os.path.realpath(os.path.join(work.base_path, work.policy.workspace_root))
+
+
+def path_field(data: Mapping[str, Any], name: str) -> str:
+    """A path out of rendered input. Raises `invalid_input` for anything but a non-empty text without zero
+    bytes."""
+    value = data.get(name)
+    if not isinstance(value, str) or not value:
+        raise TaskFault("invalid_input", f"{name!r} must be a non-empty text")
+    checked_text(value, name)
+    return value
+
+
+def checked_text(value: str, name: str) -> str:
+    """`value` itself if the system can carry it in a path, an argument or a variable, else
+    `invalid_input`."""
+    if "\0" in value:
+        raise TaskFault("invalid_input", f"{name!r} contains a zero byte")
+    try:
+        value.encode("utf-8")
+    except UnicodeEncodeError as error:
+        raise TaskFault(
+            "invalid_input", f"{name!r} contains a lone surrogate, which UTF-8 cannot carry"
+        ) from error
+    return value
+
+
+def resolve_readable(path: str, workspace: str) -> str:
+    """The resolved form of a path that may be read (contract 11.2). Raises `policy_denied`."""
+    refuse_dotdot(path)
+    resolved = os.path.realpath(os.path.join(workspace, path))
+    if not readable(resolved, workspace):
+        raise TaskFault("policy_denied", f"{path!r} is outside the workspace", details={"path": path})
+    return resolved
+
+
+def io_fault(path: str, error: OSError) -> TaskFault:
+    """A failed file operation as a fault: `not_found`, or `io_error`, which a retry policy may try again."""
+    if isinstance(error, FileNotFoundError):
+        return TaskFault("not_found", f"{path!r} does not exist", details={"path": path})
+    return TaskFault(
+        "io_error",
+        f"{path!r}: {error.strerror or error}",
+        retryable=True,
+        details={"path": path, "errno": error.errno},
+    )

@@ -1,0 +1,139 @@
+"""Secret references of an action's `env`, resolved at the last moment (contract 1.9 and 11.2).
+
+A value goes into the environment of one process and nowhere else. What is recorded is its digest and a
+description of its source; what a process prints is cleaned of it.
+"""
+
+from __future__ import annotations
+
+import os
+import stat
+from collections.abc import Mapping
+from dataclasses import dataclass
+from hashlib import sha256
+from typing import Any, Final
+
+from agentctl.store.errors import TaskFault
+from agentctl.store.policy import (
+    Policy,
+    environment_allowed,
+    is_inside,
+    refuse_dotdot,
+    secret_process_allowed,
+)
+
+from . import process
+
+MAX_SECRET_BYTES: Final = 65536
+REDACTED: Final = b"[REDACTED]"
+
+
+@dataclass(frozen=True, slots=True, repr=False)
+class Secret:
+    """A value and where it came from (`env:NAME`, `file:PATH`, `process:COMMAND`). It never shows in a
+    repr."""
+
+    source: str
+    value: bytes
+
+    def describe(self) -> dict[str, str]:
+        """What an effect's input records (contract 3): a bare hex digest, never the value."""
+        return {"source": self.source, "valueDigest": sha256(self.value).hexdigest()}
+
+
+def resolve_secret(reference: Mapping[str, Any], policy: Policy, workspace: str) -> Secret:
+    """Read what a secret reference points to. Raises `policy_denied` or `secret_unavailable`."""
+    if "env" in reference:
+        return _from_environment(str(reference["env"]), policy)
+    if "file" in reference:
+        return _from_file(str(reference["file"]), policy, workspace)
+    if isinstance(reference.get("process"), Mapping):
+        return _from_process(reference["process"], policy, workspace)
+    raise TaskFault("invalid_input", "a secret reference has one of env, file and process")
+
+
+def _from_environment(name: str, policy: Policy) -> Secret:
+    if not environment_allowed(policy, name):
+        raise TaskFault("policy_denied", f"the variable {name} is not in policy.environmentAllowlist")
+    value = os.environb.get(os.fsencode(name))
+    if value is None:
+        raise _unavailable(f"env:{name}", "the variable is not set for this worker")
+    return _checked(f"env:{name}", value)
+
+
+def _from_file(path: str, policy: Policy, workspace: str) -> Secret:
+    source = f"file:{path}"
+    refuse_dotdot(path)
+    resolved = os.path.realpath(os.path.join(workspace, path))
+    roots = [os.path.realpath(os.path.join(workspace, root)) for root in policy.secret_file_roots]
+    if not any(is_inside(resolved, root) for root in roots):
+        raise TaskFault("policy_denied", f"the secret file {path!r} is not under policy.secretFileRoots")
+    try:
+        descriptor = os.open(resolved, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
+        try:
+            if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+                raise _unavailable(source, "it is no regular file")
+            value = os.read(descriptor, MAX_SECRET_BYTES + 1)
+        finally:
+            os.close(descriptor)
+    except OSError as error:
+        raise _unavailable(source, error.strerror or str(error)) from error
+    return _checked(source, _without_newline(value))
+
+
+def _from_process(spec: Mapping[str, Any], policy: Policy, workspace: str) -> Secret:
+    command = str(spec.get("command", ""))
+    source = f"process:{command}"
+    if not secret_process_allowed(policy, command):
+        raise TaskFault("policy_denied", f"{command!r} is not in policy.secretProcessAllowlist")
+    executable = process.resolve(command)
+    if executable is None:
+        raise _unavailable(source, "there is no such program")
+    limit = int(spec.get("outputLimitBytes", 16384))
+    # A helper that fetches a secret needs to know whose it is; it gets nothing else of this worker's
+    # environment.
+    environment = {
+        name: value for name in (b"HOME", b"USER", b"PATH") if (value := os.environb.get(name)) is not None
+    }
+    result = process.run(
+        process.Command(
+            executable=executable,
+            argv=[os.fsencode(command), *(str(arg).encode() for arg in spec.get("args", ()))],
+            environment=environment,
+            cwd=workspace,
+            timeout_seconds=float(spec.get("timeoutSeconds", 5)),
+            stdout_limit=limit,
+            stderr_limit=limit,
+            combined_limit=2 * limit,
+            grace_seconds=0.5,
+        )
+    )
+    if result.ending is not process.Ending.EXITED or result.exit_code != 0:
+        raise _unavailable(source, f"the program ended with {result.ending} {result.exit_code}")
+    return _checked(source, _without_newline(result.stdout))
+
+
+def _without_newline(value: bytes) -> bytes:
+    return value.removesuffix(b"\n").removesuffix(b"\r")
+
+
+def _checked(source: str, value: bytes) -> Secret:
+    if len(value) > MAX_SECRET_BYTES:
+        raise _unavailable(source, f"it has more than {MAX_SECRET_BYTES} bytes")
+    if b"\0" in value:
+        raise _unavailable(source, "it contains a zero byte")
+    return Secret(source, value)
+
+
+def _unavailable(source: str, why: str) -> TaskFault:
+    return TaskFault(
+        "secret_unavailable", f"the secret {source} cannot be read: {why}", details={"source": source}
+    )
+
+
+def redact(data: bytes, secrets: list[bytes]) -> bytes:
+    """`data` with each secret value replaced by `[REDACTED]`, longer values first."""
+    for value in sorted(set(secrets), key=len, reverse=True):
+        if value:
+            data = data.replace(value, REDACTED)
+    return data
