@@ -1,7 +1,7 @@
 """What is wrong with a document, and where. Pure: no I/O.
 
-A diagnostic is one finding with a stable code (contract 1.1); a `DocumentError` carries all findings of one reading or
-one compilation, so that a person repairs a file in one go. Lines and columns count from 1.
+A diagnostic is one finding with a stable code (contract 1.1); a `DocumentError` carries all findings of
+one reading or one compilation, so that a person repairs a file in one go. Lines and columns count from 1.
 """
 
 from __future__ import annotations
@@ -16,7 +16,9 @@ Path: TypeAlias = tuple[str | int, ...]
 """Where a value stands in a document: field names and list indices from the root."""
 
 MAX_DIAGNOSTICS = 100
-"""A document with more findings than this is reported up to here, with a last line that gives the number left out."""
+"""A document with more findings than this is reported up to here, with a last line that gives the number
+left out.
+"""
 
 CODES = frozenset(
     {
@@ -85,7 +87,10 @@ class DocumentError(UsageError):
         )
         if len(found) > MAX_DIAGNOSTICS:
             left = len(found) - MAX_DIAGNOSTICS
-            found = [*found[:MAX_DIAGNOSTICS], Diagnostic("schema_violation", f"{left} more findings not shown")]
+            found = [
+                *found[:MAX_DIAGNOSTICS],
+                Diagnostic("schema_violation", f"{left} more findings not shown"),
+            ]
         self.diagnostics: tuple[Diagnostic, ...] = tuple(found)
         super().__init__(render_diagnostics(self.diagnostics), remedy=found[0].help if found else None)
 
@@ -107,7 +112,9 @@ def dotted(path: Sequence[str | int]) -> str:
 
 
 def did_you_mean(word: str, known: Iterable[str], *, else_list: str | None = None) -> str | None:
-    """`did you mean X?` for the closest known word; otherwise `else_list` and all known words when they are few."""
+    """`did you mean X?` for the closest known word; otherwise `else_list` and all known words when they are
+    few.
+    """
     from difflib import get_close_matches
 
     words = sorted(known)

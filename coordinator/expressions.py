@@ -1,12 +1,14 @@
 """Templates and conditions (contract 1.11; table rows 6 and 19). Pure: no I/O.
 
-An expression is `["not "] path [op literal]`. A string that is exactly one `${{ ... }}` keeps the JSON type of its value
-(a comparison or `not` gives a boolean); in longer text only scalars are put in. Missing is an error, never null. Object
-keys are not rendered. Values that are put in are data: they are never read as templates again.
+An expression is `["not "] path [op literal]`. A string that is exactly one `${{ ... }}` keeps the JSON
+type of its value (a comparison or `not` gives a boolean); in longer text only scalars are put in. Missing
+is an error, never null. Object keys are not rendered. Values that are put in are data: they are never
+read as templates again.
 
-`compile_value` and `compile_condition` find static errors; the compiled forms are called with a `Scope` and raise
-`TemplateError` for what only a run can know. Compiled strings are cached, so compiling the same text again costs a
-look-up. Comparison is JSON identity: `1`, `1.0` and `"1"` are three values; order compares numbers as 64-bit floats.
+`compile_value` and `compile_condition` find static errors; the compiled forms are called with a `Scope`
+and raise `TemplateError` for what only a run can know. Compiled strings are cached, so compiling the same
+text again costs a look-up. Comparison is JSON identity: `1`, `1.0` and `"1"` are three values; order
+compares numbers as 64-bit floats.
 """
 
 from __future__ import annotations
@@ -63,8 +65,8 @@ class Scope:
 class Renderer:
     """A compiled JSON value with templates in it.
 
-    Calling it with a scope gives the rendered value; a value without templates is returned as it is, not copied, so
-    results may share structure with the plan and must not be changed.
+    Calling it with a scope gives the rendered value; a value without templates is returned as it is, not
+    copied, so results may share structure with the plan and must not be changed.
     """
 
     __slots__ = ("_evaluate", "_value", "references")
@@ -158,7 +160,9 @@ def has_template(value: Any) -> bool:
 
 
 def truth(value: Any) -> bool:
-    """Truth of a JSON value: null and false are false, a number is true unless it is 0, text and containers unless empty."""
+    """Truth of a JSON value: null and false are false, a number is true unless it is 0, text and containers
+    unless empty.
+    """
     return bool(value)
 
 
@@ -172,7 +176,7 @@ def json_equal(left: Any, right: Any) -> bool:
     return canonical(left) == canonical(right)
 
 
-# ---------------------------------------------------------------------------------------------------- compiling
+# ---------------------------------------------------------------------- compiling
 
 
 def _is_exact(text: str) -> bool:
@@ -188,10 +192,14 @@ def _compile_node(value: Any, found: set[Ref]) -> Evaluate | None:
         found |= references
         return evaluate
     if kind is dict:
-        parts = [(key, part) for key, item in value.items() if (part := _compile_node(item, found)) is not None]
+        parts = [
+            (key, part) for key, item in value.items() if (part := _compile_node(item, found)) is not None
+        ]
         return _dict_walker(value, parts) if parts else None
     if kind is list:
-        places = [(at, part) for at, item in enumerate(value) if (part := _compile_node(item, found)) is not None]
+        places = [
+            (at, part) for at, item in enumerate(value) if (part := _compile_node(item, found)) is not None
+        ]
         return _list_walker(value, places) if places else None
     return None
 
@@ -296,7 +304,11 @@ def _parse_path(text: str, expression: str) -> Ref:
         return Ref(root, tuple(segments))
     if valid and root == "tasks" and len(segments) >= 2 and segments[1] == "output":
         return Ref("tasks", (segments[0], *segments[2:]))
-    raise TemplateError("unsupported", f"{text!r} is not a path: use inputs.X, vars.X, memory.X or tasks.ID.output.X", expression)
+    raise TemplateError(
+        "unsupported",
+        f"{text!r} is not a path: use inputs.X, vars.X, memory.X or tasks.ID.output.X",
+        expression,
+    )
 
 
 def _literal(text: str) -> Any:
@@ -344,7 +356,11 @@ def _lookup(reference: Ref, expression: str) -> Evaluate:
     first, rest = path[0], path[1:]
 
     def missing(place: int) -> TemplateError:
-        shown = ".".join(path[: place + 1]) if root != "tasks" else ".".join((path[0], "output", *path[1 : place + 1]))
+        shown = (
+            ".".join(path[: place + 1])
+            if root != "tasks"
+            else ".".join((path[0], "output", *path[1 : place + 1]))
+        )
         return TemplateError("undefined", f"{root}.{shown} does not exist", expression)
 
     def step(value: Any) -> Any:

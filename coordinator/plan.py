@@ -1,8 +1,10 @@
-"""The frozen plan of a run: what the compiler makes, what is stored, what drivers and workers read. Pure: no I/O.
+"""The frozen plan of a run: what the compiler makes, what is stored, what drivers and workers read. Pure: no
+I/O.
 
-The JSON forms are those of contract 2.11 plus the fields of this project (`position`, `actionKind`, `memoryReads`,
-`memoryAfter`, `dataVars`, and on the plan what a driver needs without the document). Children of one expansion share
-their unchanged parts, in memory and after `from_json` of their own values; nobody changes any part of a plan.
+The JSON forms are those of contract 2.11 plus the fields of this project (`position`, `actionKind`,
+`memoryReads`, `memoryAfter`, `dataVars`, and on the plan what a driver needs without the document).
+Children of one expansion share their unchanged parts, in memory and after `from_json` of their own
+values; nobody changes any part of a plan.
 """
 
 from __future__ import annotations
@@ -68,13 +70,16 @@ class CompiledTask:
 
     * `position`: place in compiled order, from 0.
     * `uses_kind`: `action` or `aggregate`; `action_kind` such as `builtin.assign`, None for aggregates.
-    * `vars`: the task's own variables; they win over `Plan.vars`. Those named in `data_vars` are data, all others are
-      rendered once.
-    * `input`: defaults of the action overlaid by the task's `with`, key by key; templates not rendered yet.
+    * `vars`: the task's own variables; they win over `Plan.vars`. Those named in `data_vars` are data,
+      all others are rendered once.
+    * `input`: defaults of the action overlaid by the task's `with`, key by key; templates not rendered
+      yet.
     * `memory_writes`: keys the task may write. `memory_reads`: keys it may read; None means every key.
-    * `memory_after`: positions of tasks that must be terminal before this one starts although it does not need them:
-      for each readable key the last earlier writer, for each written key the previous writer (architecture 5).
-    * `timeout_seconds`: limit of one attempt, resolved. `output_schema`: as declared, None means the kind's contract.
+    * `memory_after`: positions of tasks that must be terminal before this one starts although it does not
+      need them: for each readable key the last earlier writer, for each written key the previous writer
+      (architecture 5).
+    * `timeout_seconds`: limit of one attempt, resolved. `output_schema`: as declared, None means the
+      kind's contract.
     """
 
     id: str
@@ -138,7 +143,9 @@ class CompiledTask:
             uses["name"],
             data["actionKind"],
             tuple(data["needs"]),
-            None if expansion is None else Expansion(expansion["parent"], expansion["index"], expansion["bindings"]),
+            None
+            if expansion is None
+            else Expansion(expansion["parent"], expansion["index"], expansion["bindings"]),
             tuple(data.get("memoryWrites", ())),
             None if reads is None else tuple(reads),
             tuple(data["memoryAfter"]),
@@ -158,9 +165,10 @@ class CompiledTask:
 class Plan:
     """A compiled workflow, frozen.
 
-    `actions` are the definitions that tasks use, `policy` the whole policy, both with every default; `memory` is the
-    initial working memory, `inputs` the run inputs as merged at compile time, `vars` the workflow's variables (data,
-    never rendered), `outputs` the templates of the run output. Both digests are bare hex.
+    `actions` are the definitions that tasks use, `policy` the whole policy, both with every default;
+    `memory` is the initial working memory, `inputs` the run inputs as merged at compile time, `vars` the
+    workflow's variables (data, never rendered), `outputs` the templates of the run output. Both digests
+    are bare hex.
     """
 
     format_version: int
@@ -184,7 +192,11 @@ class Plan:
 
     def to_json(self) -> dict[str, Any]:
         """The stored form. For large plans prefer `canonical_chunks`, which never holds the whole text."""
-        return {**self._head(), "order": list(self.order), "tasks": {key: task.to_json() for key, task in self.tasks.items()}}
+        return {
+            **self._head(),
+            "order": list(self.order),
+            "tasks": {key: task.to_json() for key, task in self.tasks.items()},
+        }
 
     def _head(self) -> dict[str, Any]:
         return {
@@ -221,7 +233,9 @@ class Plan:
 
     @staticmethod
     def from_json(data: dict[str, Any]) -> Plan:
-        """The plan of a stored form, tasks in compiled order. Raises `IncompatibleVersion` for another format."""
+        """The plan of a stored form, tasks in compiled order. Raises `IncompatibleVersion` for another
+        format.
+        """
         version = data.get("formatVersion")
         if version != PLAN_FORMAT:
             raise IncompatibleVersion(

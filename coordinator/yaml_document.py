@@ -2,16 +2,19 @@
 
 The rules (contract table row 16, field report 20):
 
-* Regular files only, at most `MAX_BYTES`; a FIFO or a device is refused without waiting for it. UTF-8; a byte order
-  mark at the start is accepted and dropped.
+* Regular files only, at most `MAX_BYTES`; a FIFO or a device is refused without waiting for it. UTF-8; a
+  byte order mark at the start is accepted and dropped.
 * Scalars follow the core schema of YAML 1.2, so `no`, `on`, `12:30` and dates are text.
-* A plain scalar is a number only when the number's canonical JSON text is the scalar itself. `1.10`, `0123456`,
-  `12e10`, `0x1F`, `+1` look like numbers but would lose their spelling: they are refused everywhere with a hint to
-  quote them (text) or to spell the number canonically. `.nan` and `.inf` are refused. Integers are exact.
-* Keys are text and unique. Merge keys (`<<`) are not part of YAML 1.2 and are refused, which also rules out duplicates
-  that they would hide. Tags other than `!!str`, `!!seq`, `!!map` are refused. One document a file.
+* A plain scalar is a number only when the number's canonical JSON text is the scalar itself. `1.10`,
+  `0123456`, `12e10`, `0x1F`, `+1` look like numbers but would lose their spelling: they are refused
+  everywhere with a hint to quote them (text) or to spell the number canonically. `.nan` and `.inf` are
+  refused. Integers are exact.
+* Keys are text and unique. Merge keys (`<<`) are not part of YAML 1.2 and are refused, which also rules
+  out duplicates that they would hide. Tags other than `!!str`, `!!seq`, `!!map` are refused. One document
+  a file.
 * Aliases are bounded by what they expand to, so that a small file cannot become a huge value.
-* A file whose name ends in `.json` is JSON: there a number says by its syntax that it is one, so `1.10` is 1.1.
+* A file whose name ends in `.json` is JSON: there a number says by its syntax that it is one, so `1.10`
+  is 1.1.
 """
 
 from __future__ import annotations
@@ -68,10 +71,15 @@ class YamlDocument:
     `value` may share sub-values (aliases), so nobody may change it.
     """
 
-    __slots__ = ("file", "value", "_spots", "_root", "_place")
+    __slots__ = ("_place", "_root", "_spots", "file", "value")
 
     def __init__(
-        self, file: str, value: Json, spots: dict[int, Any], root: Any, place: Callable[[Any], tuple[int, int]]
+        self,
+        file: str,
+        value: Json,
+        spots: dict[int, Any],
+        root: Any,
+        place: Callable[[Any], tuple[int, int]],
     ) -> None:
         self.file = file
         self.value = value
@@ -90,7 +98,9 @@ class YamlDocument:
                 key_mark, value_mark = spots[part]
                 mark = key_mark if key and depth == last else value_mark
                 value = value[str(part)]
-            elif isinstance(value, list) and spots is not None and isinstance(part, int) and part < len(value):
+            elif (
+                isinstance(value, list) and spots is not None and isinstance(part, int) and part < len(value)
+            ):
                 mark = spots[part]
                 value = value[part]
             else:
@@ -131,7 +141,14 @@ def parse_document(data: bytes, file: str, *, as_json: bool = False) -> YamlDocu
         text = data.decode("utf-8")
     except UnicodeDecodeError as error:
         line, column = _line_and_column(data, error.start)
-        _refuse(file, "yaml_syntax", f"not UTF-8: byte 0x{data[error.start]:02x}", line, column, "save the file as UTF-8")
+        _refuse(
+            file,
+            "yaml_syntax",
+            f"not UTF-8: byte 0x{data[error.start]:02x}",
+            line,
+            column,
+            "save the file as UTF-8",
+        )
     nul = text.find("\0")
     if nul >= 0:
         line, column = text.count("\n", 0, nul) + 1, nul - text.rfind("\n", 0, nul)
@@ -154,7 +171,9 @@ def _read_bytes(path: Path, file: str) -> bytes:
             kind = "a directory" if stat.S_ISDIR(state.st_mode) else "not a regular file"
             _refuse(file, "missing_reference", f"is {kind}")
         if state.st_size > MAX_BYTES:
-            _refuse(file, "schema_violation", f"the document has {state.st_size} bytes, more than {MAX_BYTES}")
+            _refuse(
+                file, "schema_violation", f"the document has {state.st_size} bytes, more than {MAX_BYTES}"
+            )
         parts: list[bytes] = []
         size = 0
         while size <= MAX_BYTES:
@@ -186,7 +205,7 @@ def _refuse(
     raise DocumentError([Diagnostic(code, message, file=file, line=line, column=column, help=help)])
 
 
-# ---------------------------------------------------------------------------------------------------- scalars
+# ---------------------------------------------------------------------- scalars
 
 
 def resolve_plain(text: str) -> Json:
@@ -194,12 +213,16 @@ def resolve_plain(text: str) -> Json:
     if text[:1] in _NUMBER_START:
         if _EXACT_INTEGER.fullmatch(text):
             if len(text) > MAX_DIGITS:
-                raise _Ambiguous(f"an integer of {len(text)} characters is too long", "quote it to keep it as text")
+                raise _Ambiguous(
+                    f"an integer of {len(text)} characters is too long", "quote it to keep it as text"
+                )
             return int(text)
         if _CORE_FLOAT.fullmatch(text) or _CORE_INTEGER.fullmatch(text):
             return _exact_float(text)
         if _NOT_FINITE.fullmatch(text):
-            raise _Ambiguous(f"{text} is not a number that JSON can carry", f'quote it if text is meant: "{text}"')
+            raise _Ambiguous(
+                f"{text} is not a number that JSON can carry", f'quote it if text is meant: "{text}"'
+            )
         return text
     return _CONSTANTS.get(text, text) if len(text) <= 5 else text
 
@@ -221,7 +244,7 @@ def _exact_float(text: str) -> float:
     raise _Ambiguous("a number of that many characters is too long", "quote it to keep it as text")
 
 
-# ---------------------------------------------------------------------------------------------------- YAML
+# ---------------------------------------------------------------------- YAML
 
 
 class _Frame:
@@ -293,7 +316,9 @@ class _YamlBuilder:
         self.file = file
         self.found: list[Diagnostic] = []
 
-    def report(self, mark: Any, message: str, help_text: str | None = None, code: str = "yaml_syntax") -> None:
+    def report(
+        self, mark: Any, message: str, help_text: str | None = None, code: str = "yaml_syntax"
+    ) -> None:
         line, column = _mark_place(mark)
         self.found.append(Diagnostic(code, message, file=self.file, line=line, column=column, help=help_text))
         if len(self.found) > 50:
@@ -334,7 +359,12 @@ class _YamlBuilder:
                 spots[id(container)] = place
                 if event.anchor:
                     anchors[event.anchor] = None
-                if frame is not None and kind is map_start and frame.key is None and type(frame.container) is dict:
+                if (
+                    frame is not None
+                    and kind is map_start
+                    and frame.key is None
+                    and type(frame.container) is dict
+                ):
                     self.stop(event.start_mark, "a key must be text", "only text can be a key")
                 frame = _Frame(container, place, event.anchor, event.start_mark)
                 stack.append(frame)
@@ -377,7 +407,11 @@ class _YamlBuilder:
             if height >= frame.height:
                 frame.height = height + 1
             if frame.nodes > MAX_NODES or frame.characters > MAX_CHARACTERS:
-                self.stop(mark, "the aliases expand to too much", f"at most {MAX_NODES} values and {MAX_CHARACTERS} characters")
+                self.stop(
+                    mark,
+                    "the aliases expand to too much",
+                    f"at most {MAX_NODES} values and {MAX_CHARACTERS} characters",
+                )
             if type(frame.container) is list:
                 frame.container.append(value)
                 frame.spots.append(mark)
@@ -425,7 +459,9 @@ class _YamlBuilder:
     def check_container(self, event: Any, mapping: bool) -> None:
         wanted = _TAG + ("map" if mapping else "seq")
         if event.tag is not None and event.tag not in ("!", wanted):
-            self.report(event.start_mark, f"the tag {_short_tag(event.tag)} is not supported", "remove the tag")
+            self.report(
+                event.start_mark, f"the tag {_short_tag(event.tag)} is not supported", "remove the tag"
+            )
 
     def key(self, value: Any, event: Any, mark: Any, scalar: bool) -> str:
         if type(value) is not str:
@@ -434,7 +470,9 @@ class _YamlBuilder:
             self.report(mark, f"the key {shown} is not text", hint)
             return f"\0{mark.index}"
         if value == "<<" and scalar and not event.style:
-            self.stop(mark, "merge keys (<<) are not part of YAML 1.2", "write the fields out where they are needed")
+            self.stop(
+                mark, "merge keys (<<) are not part of YAML 1.2", "write the fields out where they are needed"
+            )
         return value
 
 
@@ -442,7 +480,7 @@ def _short_tag(tag: str) -> str:
     return "!!" + tag[len(_TAG) :] if tag.startswith(_TAG) else tag
 
 
-# ---------------------------------------------------------------------------------------------------- JSON
+# ---------------------------------------------------------------------- JSON
 
 _TOKEN = re.compile(
     r"[ \t\n\r]*(?:(?P<text>\"(?:[^\"\\]|\\.)*\")|(?P<mark>[{}\[\]:,])"
@@ -459,7 +497,9 @@ def _parse_json(text: str, file: str) -> YamlDocument:
         row = bisect_right(starts, offset) - 1
         return row + 1, offset - starts[row] + 1
 
-    def refuse(offset: int, message: str, code: str = "yaml_syntax", help_text: str | None = None) -> NoReturn:
+    def refuse(
+        offset: int, message: str, code: str = "yaml_syntax", help_text: str | None = None
+    ) -> NoReturn:
         line, column = place(offset)
         _refuse(file, code, message, line, column, help_text)
 

@@ -1,0 +1,146 @@
+"""Static fan-out: the children of foreach and matrix, their bindings and ids (contract 2.3, 2.4). Pure: no
+I/O.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from hashlib import sha256
+from itertools import product
+from math import prod
+from typing import Any
+
+from agentctl.store.canonical import canonical
+
+from .definition import Foreach, Matrix
+from .diagnostics import Path
+from .expressions import Scope, TemplateError, compile_value, has_template, is_exact_template
+
+
+class ExpansionError(Exception):
+    """Why a task cannot be expanded. `path` is the place below the task."""
+
+    def __init__(
+        self, message: str, path: Path, code: str = "schema_violation", help: str | None = None
+    ) -> None:
+        super().__init__(message)
+        self.message = message
+        self.path = path
+        self.code = code
+        self.help = help
+
+
+@dataclass(frozen=True, slots=True)
+class Fanout:
+    """The children that a task will have.
+
+    `names` are the variables that every child binds. `templates` are the literal values that hold
+    templates (they are rendered in each child); `data_names` are the names whose values came from outside
+    and only look like templates.
+    """
+
+    kind: str
+    size: int
+    names: tuple[str, ...]
+    data_names: tuple[str, ...]
+    templates: tuple[tuple[Path, Any], ...]
+    values: tuple[tuple[str, Sequence[Any]], ...]
+
+    def bindings(self) -> Iterator[dict[str, Any]]:
+        """The bindings of each child, in expansion order."""
+        if self.kind == "foreach":
+            name, items = self.values[0]
+            for index, item in enumerate(items):
+                yield {name: item, "foreachIndex": index}
+        else:
+            axes = [name for name, _ in self.values]
+            for index, chosen in enumerate(product(*(items for _, items in self.values))):
+                yield {"matrix": dict(zip(axes, chosen, strict=True)), "matrixIndex": index}
+
+
+def expansion_id(parent: str, index: int, bindings: dict[str, Any]) -> str:
+    """`PARENT--IIII-DDDDDDDDDDDD` (contract 2.3); an index above 9999 keeps all its digits."""
+    digest = sha256(canonical(bindings).encode("utf-8")).hexdigest()
+    return f"{parent}--{index:04d}-{digest[:12]}"
+
+
+def plan_foreach(foreach: Foreach, scope: Scope) -> Fanout:
+    """The children of a foreach. Raises `ExpansionError`."""
+    items, given = _items(foreach.items, ("foreach", "items"), scope)
+    _check_width(len(items), foreach.max_items, "foreach")
+    looks = has_template(items)
+    return Fanout(
+        "foreach",
+        len(items),
+        (foreach.as_, "foreachIndex"),
+        (foreach.as_,) if given and looks else (),
+        ((("foreach", "items"), items),) if looks and not given else (),
+        ((foreach.as_, items),),
+    )
+
+
+def plan_matrix(matrix: Matrix, scope: Scope) -> Fanout:
+    """The children of a matrix: axes in name order, the last one fastest. Raises `ExpansionError`."""
+    values: list[tuple[str, Sequence[Any]]] = []
+    templates: list[tuple[Path, Any]] = []
+    data = False
+    for name in sorted(matrix.axes):
+        path: Path = ("matrix", "axes", name)
+        items, given = _items(matrix.axes[name], path, scope)
+        values.append((name, items))
+        if has_template(items):
+            if given:
+                data = True
+            else:
+                templates.append((path, items))
+    if data and templates:
+        message = "an axis with templates cannot stand beside an axis whose given values look like templates"
+        raise ExpansionError(message, templates[0][0])
+    size = prod(len(items) for _, items in values)
+    _check_width(size, matrix.max_items, "matrix")
+    return Fanout(
+        "matrix",
+        size,
+        ("matrix", "matrixIndex"),
+        ("matrix",) if data else (),
+        tuple(templates),
+        tuple(values),
+    )
+
+
+def _items(value: Any, path: Path, scope: Scope) -> tuple[Sequence[Any], bool]:
+    """The list of values, and whether it was given from outside."""
+    if isinstance(value, list):
+        return value, False
+    if not is_exact_template(value):
+        raise ExpansionError(
+            "must be a list or exactly one template", path, "invalid_template", "${{ inputs.NAME }}"
+        )
+    try:
+        renderer = compile_value(value)
+        for reference in renderer.references:
+            if reference.root not in ("inputs", "vars"):
+                message = f"{reference.root} is not known before the run; only inputs and vars are"
+                raise ExpansionError(message, path, "invalid_template")
+        items = renderer(scope)
+    except TemplateError as error:
+        hint = "give the input, or declare a default in spec.inputs" if error.kind == "undefined" else None
+        raise ExpansionError(error.message, path, "invalid_template", hint) from None
+    if not isinstance(items, list):
+        raise ExpansionError(f"{value} gives {_kind(items)}, not a list", path)
+    return items, True
+
+
+def _kind(value: Any) -> str:
+    names = {str: "text", dict: "an object", bool: "a boolean", int: "a number", float: "a number"}
+    return names.get(type(value), "null")
+
+
+def _check_width(size: int, limit: int, kind: str) -> None:
+    if size > limit:
+        raise ExpansionError(
+            f"{size} children are more than maxItems, which is {limit}",
+            (kind,),
+            help=f"raise {kind}.maxItems if so many are meant",
+        )
