@@ -1,0 +1,836 @@
+"""Read-only questions about runs and workers, answered as JSON values (contract: new verbs, 4.11, 5.2, 10).
+
+Every method of `Views` is one short reading transaction: it is never blocked by writers and holds nothing open. A row
+of any kind that a newer agentctl has written is refused with `IncompatibleVersion`, wherever it is met; so what is
+shown was understood. Lists for people are bounded and say how much was left out.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from . import audit, ledger, process_identity, processes, runs
+from .clock import Clock
+from .database import Connection, Database
+from .errors import CorruptStore, IncompatibleVersion, NotFoundError, UsageError
+from .process_identity import Liveness, ProcessIdentity
+from .records import (
+    AUDIT_EVENT_VERSION,
+    BUDGET_FORMAT_VERSION,
+    EFFECT_FORMAT_VERSION,
+    PLAN_FORMAT_VERSION,
+    RUNTIME_STATE_VERSION,
+    TASK_METADATA_VERSION,
+    ProcessRow,
+    Run,
+)
+from .states import TASK_FINAL
+
+MAX_WAITING = 100
+"""How many waiting tasks, uncertain effects and running tasks a status lists; counts are always complete."""
+
+MAX_PAGE = 1000
+"""Most runs or events of one page."""
+
+_STREAMS = (("stdout", "stdoutTail", "stdoutPrefix"), ("stderr", "stderrTail", "stderrPrefix"))
+
+
+class Views:
+    """Questions to one database. The object belongs to the thread of its `Database`."""
+
+    def __init__(self, database: Database, clock: Clock) -> None:
+        self._database = database
+        self._clock = clock
+
+    def find_run(self, name: str) -> str:
+        """The id of the run that `name` means: an id, a prefix of exactly one id, or `@latest`.
+
+        Raises `NotFoundError` for none and `UsageError` for a prefix of several.
+        """
+        with self._database.read() as tx:
+            return _find_run(tx, name)
+
+    def list_runs(self, *, limit: int, state: str | None = None, cursor: str | None = None) -> dict[str, Any]:
+        """RunList: `{runs: [RunSummary], next}`, newest first. `next` is the cursor of the next page or None.
+
+        Raises `UsageError` for a cursor that no list has given out.
+        """
+        with self._database.read() as tx:
+            return _list_runs(tx, limit=max(1, min(limit, MAX_PAGE)), state=state, cursor=cursor)
+
+    def status(self, run_id: str) -> dict[str, Any]:
+        """RunStatus: the summary, who drives the run, and why each waiting task waits."""
+        with self._database.read() as tx:
+            return _status(tx, runs.get(tx, run_id), now=self._clock.now())
+
+    def progress(self, run_id: str) -> dict[str, Any]:
+        """The little that a progress display needs: `state, reason, taskCounts, taskCount, running`."""
+        with self._database.read() as tx:
+            run = runs.get(tx, run_id)
+            return {
+                "runId": run_id,
+                "workflow": run.workflow_name,
+                "state": run.state,
+                "reason": run.reason,
+                "cancelRequested": run.cancel_requested_at is not None,
+                "taskCounts": _task_counts(tx, [run_id])[run_id],
+                "taskCount": run.task_count,
+                "running": _running_tasks(tx, run_id, limit=8),
+            }
+
+    def outcome(self, run_id: str) -> dict[str, Any]:
+        """RunOutcome: `runId, traceId, state, reason, output, error`."""
+        with self._database.read() as tx:
+            run = runs.get(tx, run_id)
+            output = runs.output(tx, run_id)
+            return {
+                "runId": run.run_id,
+                "traceId": run.trace_id,
+                "state": run.state,
+                "reason": run.reason,
+                "output": _value(output),
+                "error": _value(run.error_json),
+            }
+
+    def state(self, run_id: str) -> str:
+        """The state of a run alone; what a waiting command asks again and again."""
+        with self._database.read() as tx:
+            return runs.get(tx, run_id).state
+
+    def failures(self, run_id: str, *, limit: int) -> tuple[list[dict[str, Any]], int]:
+        """Failed tasks in compiled order as `{taskId, attempt, error}`, and how many there are in all."""
+        with self._database.read() as tx:
+            run = runs.get(tx, run_id)
+            span = _span(run)
+            rows = _rows(
+                tx,
+                "SELECT task_id, attempt, error_json FROM tasks "
+                "WHERE task_no BETWEEN ? AND ? AND state = 'failed' ORDER BY task_no LIMIT ?",
+                (*span, limit),
+            )
+            found = [{"taskId": row[0], "attempt": row[1], "error": _value(row[2])} for row in rows]
+            count = len(found)
+            if count == limit:
+                sql = "SELECT COUNT(*) FROM tasks WHERE task_no BETWEEN ? AND ? AND state = 'failed'"
+                count = _count(tx, sql, span)
+            return found, count
+
+    def uncertain(self, run_id: str) -> tuple[list[dict[str, Any]], int]:
+        """Uncertain effects of a run (at most `MAX_WAITING`) and their number."""
+        with self._database.read() as tx:
+            runs.get(tx, run_id)
+            return _uncertain(tx, run_id)
+
+    def inspect(self, run_id: str) -> dict[str, Any]:
+        """RunInspection with every key of contract 4.11. Raises `CorruptStore` for a broken checkpoint chain."""
+        with self._database.read() as tx:
+            return _inspect(tx, runs.get(tx, run_id))
+
+    def tasks(self, run_id: str, *, limit: int) -> tuple[list[dict[str, Any]], int]:
+        """The first tasks of a run in compiled order, without outputs, and the number of all."""
+        with self._database.read() as tx:
+            run = runs.get(tx, run_id)
+            rows = _rows(
+                tx,
+                "SELECT t.task_id, t.state, t.attempt, t.started_at, t.ended_at, t.error_json, "
+                "t.metadata_version, (SELECT a.delivery FROM attempts a WHERE a.task_no = t.task_no "
+                "ORDER BY a.number DESC LIMIT 1) "
+                "FROM tasks t WHERE t.task_no BETWEEN ? AND ? ORDER BY t.task_no LIMIT ?",
+                (*_span(run), limit),
+            )
+            found = []
+            for task_id, state, attempt, started_at, ended_at, error, version, deliveries in rows:
+                _check_version(f"task {task_id}", version, TASK_METADATA_VERSION, run_id)
+                found.append(
+                    {
+                        "taskId": task_id,
+                        "state": state,
+                        "attempt": attempt,
+                        "deliveries": deliveries or 0,
+                        "startedAt": started_at,
+                        "endedAt": ended_at,
+                        "error": _value(error),
+                    }
+                )
+            return found, run.task_count
+
+    def logs(self, run_id: str, task_id: str | None) -> list[dict[str, Any]]:
+        """What process tasks have printed, per attempt and effect, in compiled order.
+
+        Each entry: `taskId, attempt, effectId, status, dispatches, exitCode, stdout, stderr, truncated`. A stream
+        that was not recorded is None; `truncated` says that only a part was kept. Raises `NotFoundError` for a task
+        that the run does not have.
+        """
+        with self._database.read() as tx:
+            return list(_logs(tx, runs.get(tx, run_id), task_id))
+
+    def workers(self) -> dict[str, Any]:
+        """WorkerList: every incarnation that is still recorded, the living first, then the ended, latest first."""
+        with self._database.read() as tx:
+            return {"workers": _workers(tx)}
+
+    def processes(self, kind: str) -> list[dict[str, Any]]:
+        """Processes of a kind without a recorded end: `processId, name, pid, state, liveness, startedAt`."""
+        with self._database.read() as tx:
+            return [
+                {
+                    "processId": row.process_id,
+                    "name": row.name,
+                    "pid": row.pid,
+                    "state": row.state,
+                    "liveness": _liveness(row).value,
+                    "startedAt": row.started_at,
+                }
+                for row in processes.live(tx, kind)
+            ]
+
+    def events(self, run_id: str, *, after: int = 0, limit: int = MAX_PAGE) -> list[dict[str, Any]]:
+        """Audit events of a run with a sequence above `after`, oldest first."""
+        with self._database.read() as tx:
+            runs.get(tx, run_id)
+            return _events(tx, run_id, after=after, limit=limit)
+
+    def data_version(self) -> int:
+        """Changes when another connection has committed; cheap. Outside of any transaction."""
+        return self._database.data_version()
+
+
+# -- helpers -------------------------------------------------------------------------------------------------
+
+
+def _value(text: str | None) -> Any:
+    return None if text is None else json.loads(text)
+
+
+def _span(run: Run) -> tuple[int, int]:
+    return run.first_task, run.first_task + run.task_count - 1
+
+
+def _rows(tx: Connection, sql: str, arguments: Sequence[Any] = ()) -> list[tuple[Any, ...]]:
+    return list(tx.execute(sql, arguments))
+
+
+def _count(tx: Connection, sql: str, arguments: Sequence[Any]) -> int:
+    row = tx.execute(sql, arguments).fetchone()
+    return int(row[0]) if row else 0
+
+
+def _check_version(what: str, version: int | None, known: int, run_id: str) -> None:
+    if version is not None and version > known:
+        raise IncompatibleVersion(
+            f"{what} of {run_id} was written by a newer agentctl (version {version}, this one knows {known}); "
+            "nothing was changed",
+            remedy="upgrade agentctl",
+            run_id=run_id,
+        )
+
+
+def _liveness(row: ProcessRow) -> Liveness:
+    if row.state in ("stopped", "dead"):
+        return Liveness.DEAD
+    try:
+        return process_identity.liveness(ProcessIdentity.from_text(row.identity))
+    except CorruptStore:
+        return Liveness.UNKNOWN
+
+
+def _find_run(tx: Connection, name: str) -> str:
+    if name == "@latest":
+        row = tx.execute("SELECT run_id FROM runs ORDER BY created_at DESC, run_id DESC LIMIT 1").fetchone()
+        if row is None:
+            raise NotFoundError("there is no run in this database", remedy="`agentctl run FILE` makes one")
+        return str(row[0])
+    if tx.execute("SELECT 1 FROM runs WHERE run_id = ?", (name,)).fetchone() is not None:
+        return name
+    found = []
+    if len(name) >= 4:
+        # A range of the primary key; ids are ASCII, so the last code point bounds every id with this prefix.
+        found = _rows(
+            tx,
+            "SELECT run_id FROM runs WHERE run_id >= ? AND run_id < ? LIMIT 2",
+            (name, name + "\U0010ffff"),
+        )
+    if len(found) > 1:
+        raise UsageError(f"{name!r} is the beginning of several run ids", remedy="give more of it")
+    if not found:
+        raise NotFoundError(
+            f"there is no run {name} in this database", remedy="`agentctl runs list` shows the runs"
+        )
+    return str(found[0][0])
+
+
+# -- runs ----------------------------------------------------------------------------------------------------
+
+
+def _task_counts(tx: Connection, run_ids: Sequence[str]) -> dict[str, dict[str, int]]:
+    """Tasks per state of some runs, by ranges of the primary key: outputs are never read."""
+    counts: dict[str, dict[str, int]] = {run_id: {} for run_id in run_ids}
+    for run_id, state, number, version in tx.execute(
+        "SELECT r.run_id, t.state, COUNT(*), MAX(t.metadata_version) "
+        "FROM json_each(?) p JOIN runs r ON r.run_id = p.value "
+        "JOIN tasks t ON t.task_no BETWEEN r.first_task AND r.first_task + r.task_count - 1 "
+        "GROUP BY r.run_id, t.state ORDER BY r.run_id, t.state",
+        (json.dumps(list(run_ids)),),
+    ):
+        _check_version("a task", version, TASK_METADATA_VERSION, run_id)
+        counts[run_id][state] = number
+    return counts
+
+
+def _summary(run: Run, counts: dict[str, int]) -> dict[str, Any]:
+    return {
+        "runId": run.run_id,
+        "workflow": run.workflow_name,
+        "state": run.state,
+        "reason": run.reason,
+        "mode": run.mode,
+        "sourceRunId": run.source_run_id,
+        "parentRunId": run.parent_run_id,
+        "createdAt": run.created_at,
+        "updatedAt": run.updated_at,
+        "taskCounts": counts,
+    }
+
+
+def _list_runs(tx: Connection, *, limit: int, state: str | None, cursor: str | None) -> dict[str, Any]:
+    conditions, arguments = [], []
+    if state is not None:
+        conditions.append("state = ?")
+        arguments.append(state)
+    if cursor is not None:
+        created, _, run_id = cursor.partition(":")
+        if not (created.isascii() and created.isdigit() and len(created) <= 18 and run_id):
+            raise UsageError(
+                f"{cursor!r} is not the `next` of a list", remedy="copy `next` as it was printed"
+            )
+        conditions.append("(created_at, run_id) < (CAST(? AS INTEGER), ?)")
+        arguments += [created, run_id]
+    where = f"WHERE {' AND '.join(conditions)} " if conditions else ""
+    rows = _rows(
+        tx,
+        f"SELECT runtime_state_version, plan_format_version, {runs.COLUMNS} FROM runs {where}"  # noqa: S608
+        "ORDER BY created_at DESC, run_id DESC LIMIT ?",
+        (*arguments, limit + 1),
+    )
+    found = []
+    for row in rows[:limit]:
+        _check_version("the state", row[0], RUNTIME_STATE_VERSION, row[2])
+        _check_version("the plan", row[1], PLAN_FORMAT_VERSION, row[2])
+        found.append(Run(*row[2:]))
+    counts = _task_counts(tx, [run.run_id for run in found])
+    following = f"{found[-1].created_at}:{found[-1].run_id}" if len(rows) > limit else None
+    return {"runs": [_summary(run, counts[run.run_id]) for run in found], "next": following}
+
+
+# -- status --------------------------------------------------------------------------------------------------
+
+
+def _status(tx: Connection, run: Run, *, now: int) -> dict[str, Any]:
+    counts = _task_counts(tx, [run.run_id])[run.run_id]
+    driver = _driver(tx, run)
+    waiting_count = sum(
+        number for state, number in counts.items() if state not in TASK_FINAL and state != "running"
+    )
+    waiting: list[dict[str, Any]] = []
+    if run.ended_at is None and waiting_count:
+        waiting = _waiting(tx, run, driver, now)
+    effects, effect_count = _uncertain(tx, run.run_id)
+    return {
+        **_summary(run, counts),
+        "traceId": run.trace_id,
+        "priority": run.priority,
+        "deadlineAt": run.deadline_at,
+        "cancelRequestedAt": run.cancel_requested_at,
+        "pauseRequestedAt": run.pause_requested_at,
+        "driver": driver,
+        "running": _running_tasks(tx, run.run_id, limit=MAX_WAITING),
+        "waiting": waiting,
+        "waitingCount": waiting_count if run.ended_at is None else 0,
+        "pendingApprovals": [],
+        "uncertainEffects": effects,
+        "uncertainEffectCount": effect_count,
+        "budget": _budget(tx, run.run_id),
+    }
+
+
+def _driver(tx: Connection, run: Run) -> dict[str, Any] | None:
+    if run.driver is None:
+        return None
+    row = processes.get(tx, run.driver)
+    return {
+        "processId": run.driver,
+        "kind": None if row is None else row.kind,
+        "name": None if row is None else row.name,
+        "pid": None if row is None else row.pid,
+        "liveness": Liveness.DEAD.value if row is None else _liveness(row).value,
+        "epoch": run.epoch,
+        "leaseExpiresAt": run.driver_lease_expires_at,
+    }
+
+
+def _running_tasks(tx: Connection, run_id: str, *, limit: int) -> list[dict[str, Any]]:
+    """Claimed attempts of a run, the oldest claim first."""
+    return [
+        {
+            "taskId": task_id,
+            "attempt": number,
+            "delivery": delivery,
+            "workerId": holder,
+            "claimedAt": claimed_at,
+            "leaseExpiresAt": expires,
+        }
+        for task_id, number, delivery, holder, claimed_at, expires in tx.execute(
+            "SELECT task_id, number, delivery, holder, claimed_at, lease_expires_at FROM attempts "
+            "INDEXED BY attempts_claimed WHERE state = 'claimed' AND run_id = ? "
+            "ORDER BY claimed_at, attempt_id LIMIT ?",
+            (run_id, limit),
+        )
+    ]
+
+
+def _uncertain(tx: Connection, run_id: str) -> tuple[list[dict[str, Any]], int]:
+    found = []
+    for effect_id, task_id, attempt, ordinal, operation, started_at, error, version in tx.execute(
+        "SELECT effect_id, task_id, attempt, ordinal, operation, started_at, error_json, format_version "
+        "FROM effects WHERE run_id = ? AND status = 'uncertain' AND superseded = 0 ORDER BY effect_no LIMIT ?",
+        (run_id, MAX_WAITING),
+    ):
+        _check_version(f"effect {effect_id}", version, EFFECT_FORMAT_VERSION, run_id)
+        found.append(
+            {
+                "effectId": effect_id,
+                "taskId": task_id,
+                "attempt": attempt,
+                "ordinal": ordinal,
+                "operation": operation,
+                "startedAt": started_at,
+                "error": _value(error),
+            }
+        )
+    count = len(found)
+    if count == MAX_WAITING:
+        sql = "SELECT COUNT(*) FROM effects WHERE run_id = ? AND status = 'uncertain' AND superseded = 0"
+        count = _count(tx, sql, (run_id,))
+    return found, count
+
+
+def _budget(tx: Connection, run_id: str) -> dict[str, Any]:
+    row = tx.execute("SELECT format_version FROM run_budgets WHERE run_id = ?", (run_id,)).fetchone()
+    _check_version("the budget", None if row is None else row[0], BUDGET_FORMAT_VERSION, run_id)
+    return ledger.as_json(tx, run_id)
+
+
+def _waiting(tx: Connection, run: Run, driver: dict[str, Any] | None, now: int) -> list[dict[str, Any]]:
+    """Why each of the first waiting tasks waits: first those that need a person, then in compiled order."""
+    rows: list[tuple[Any, ...]] = _rows(
+        tx,
+        "SELECT task_no, task_id, state, attempt, retry_at, error_json FROM tasks "
+        "WHERE task_no BETWEEN ? AND ? AND ended_at IS NULL AND state <> 'running' "
+        "ORDER BY CASE state WHEN 'waiting_for_approval' THEN 0 WHEN 'waiting_for_effect' THEN 1 "
+        "WHEN 'retry_scheduled' THEN 2 ELSE 3 END, task_no LIMIT ?",
+        (*_span(run), MAX_WAITING),
+    )
+    paused = run.state == "paused" or run.pause_requested_at is not None
+    driven = driver is not None and driver["liveness"] != Liveness.DEAD.value
+    holds: dict[int, str] = dict(
+        _rows(
+            tx,
+            "SELECT task_no, hold FROM attempts INDEXED BY attempts_live "
+            "WHERE task_no BETWEEN ? AND ? AND state <> 'closed' AND state = 'ready' AND hold IS NOT NULL",
+            _span(run),
+        )
+    )
+    unmet = _unmet(tx, run, [row[1] for row in rows if row[2] == "pending"])
+    workers = _serving(tx, run.run_id) if any(row[2] == "ready" for row in rows) else (0, 0)
+    found = []
+    for task_no, task_id, state, attempt, retry_at, error in rows:
+        if state == "waiting_for_approval":
+            why, detail = "approval", "a person has to approve its effect"
+        elif state == "waiting_for_effect":
+            why = "reconciliation"
+            detail = _message(error) or "an effect is uncertain; a person has to reconcile it"
+        elif state == "retry_scheduled":
+            seconds = max(0.0, ((retry_at or now) - now) / 1000)
+            reason = _message(error)
+            why = "backoff"
+            detail = f"attempt {attempt + 1} follows in {seconds:.1f} s"
+            detail += f" after: {reason}" if reason else ""
+        elif state == "pending" and task_id in unmet:
+            why, detail = unmet[task_id]
+        elif paused:
+            why, detail = "paused", "the run is paused; `agentctl resume` lets it go on"
+        elif not driven:
+            why = "no_driver"
+            detail = "no living process drives the run" if driver is not None else "nobody drives the run yet"
+        elif state == "ready":
+            why, detail = _ready_reason(task_no in holds, *workers)
+        else:
+            why, detail = "place", f"at most {run.max_concurrency} tasks of the run go on at once"
+        found.append({"taskId": task_id, "why": why, "detail": detail})
+    return found
+
+
+def _ready_reason(held: bool, serving: int, idle: int) -> tuple[str, str]:
+    if held:
+        return "budget", "what it may need does not fit beside what is reserved now"
+    if serving == 0:
+        return "no_worker", "no living worker serves this run; `agentctl workers start` starts some"
+    if idle:
+        return "place", "a worker is about to take it"
+    return "place", f"all {serving} workers are busy" if serving > 1 else "the only worker is busy"
+
+
+def _serving(tx: Connection, run_id: str) -> tuple[int, int]:
+    """(living workers that may serve the run, those of them that are idle)."""
+    serving = idle = 0
+    for row in processes.live(tx, "worker"):
+        drains = row.state == "draining" or row.drain_requested_at is not None
+        if drains or row.only_run not in (None, run_id) or _liveness(row) is Liveness.DEAD:
+            continue
+        serving += 1
+        idle += row.state == "idle"
+    return serving, idle
+
+
+def _unmet(tx: Connection, run: Run, task_ids: Sequence[str]) -> dict[str, tuple[str, str]]:
+    """(why, detail) of pending tasks whose needs, or whose earlier users of memory, have not ended."""
+    if not task_ids:
+        return {}
+    # SQLite parses the plan once per statement and hands out two small parts of each task: a plan can be large.
+    plan: dict[str, tuple[list[str], list[int]]] = {}
+    for task_id, needs, after in tx.execute(
+        "SELECT w.value, json_extract(d.plan_json, '$.tasks.\"' || w.value || '\".needs'), "
+        "json_extract(d.plan_json, '$.tasks.\"' || w.value || '\".memoryAfter') "
+        "FROM run_documents d, json_each(?) w WHERE d.run_id = ?",
+        (json.dumps(list(task_ids)), run.run_id),
+    ):
+        plan[task_id] = (_value(needs) or [], _value(after) or [])
+    open_needs = {
+        row[0]
+        for row in tx.execute(
+            "SELECT task_id FROM json_each(?) n JOIN tasks ON run_id = ? AND task_id = n.value "
+            "WHERE ended_at IS NULL",
+            (json.dumps(sorted({need for needs, _ in plan.values() for need in needs})), run.run_id),
+        )
+    }
+    positions = sorted({position for _, after in plan.values() for position in after})
+    open_positions: dict[int, str] = dict(
+        _rows(
+            tx,
+            "SELECT position, task_id FROM json_each(?) n JOIN tasks ON task_no = ? + n.value "
+            "WHERE ended_at IS NULL",
+            (json.dumps(positions), run.first_task),
+        )
+    )
+    found = {}
+    for task_id, (needs, after) in plan.items():
+        unmet = [need for need in needs if need in open_needs]
+        earlier = [open_positions[position] for position in after if position in open_positions]
+        if unmet:
+            found[task_id] = ("needs", "waits for " + _names(unmet))
+        elif earlier:
+            found[task_id] = ("memory", "uses working memory after " + _names(earlier))
+    return found
+
+
+def _names(names: Sequence[str]) -> str:
+    shown = ", ".join(names[:3])
+    return shown if len(names) <= 3 else f"{shown} and {len(names) - 3} more"
+
+
+def _message(error_json: str | None) -> str | None:
+    error = _value(error_json)
+    return error.get("message") if isinstance(error, dict) else None
+
+
+# -- inspection ----------------------------------------------------------------------------------------------
+
+
+def _inspect(tx: Connection, run: Run) -> dict[str, Any]:
+    return {
+        "run": _run_record(tx, run),
+        "tasks": list(_task_records(tx, run)),
+        "effects": [_effect_record(row, run.run_id) for row in _effect_rows(tx, run)],
+        "effectReconciliations": [],
+        "approvals": [],
+        "checkpoints": [
+            {
+                "runId": run.run_id,
+                "sequence": sequence,
+                "formatVersion": 1,
+                "state": json.loads(state_json),
+                "checksum": link,
+                "createdAt": created_at,
+            }
+            for sequence, state_json, link, created_at in audit.read_chain(tx, run.run_id)
+        ],
+        "providerSessions": [],
+        "streamEvents": [],
+        "protocolSessions": [],
+        "protocolCalls": [],
+        "toolCalls": [],
+        "artifacts": [],
+        "budget": _budget(tx, run.run_id),
+        "audit": _events(tx, run.run_id, after=0, limit=-1),
+        "traces": [],
+    }
+
+
+def _run_record(tx: Connection, run: Run) -> dict[str, Any]:
+    documents = runs.documents(tx, run.run_id)
+    memory: dict[str, Any] = {}
+    for key, _, value in runs.memory_rows(tx, run.run_id):
+        if value is None:
+            memory.pop(key, None)
+        else:
+            memory[key] = json.loads(value)
+    head = tx.execute(
+        "SELECT runtime_state_version, plan_format_version, idempotency_key, cancel_reason, pause_reason "
+        "FROM runs WHERE run_id = ?",
+        (run.run_id,),
+    ).fetchone()
+    assert head is not None  # the same snapshot has just shown the row
+    return {
+        "runId": run.run_id,
+        "runtimeStateVersion": head[0],
+        "workflowName": run.workflow_name,
+        "workflowDigest": run.workflow_digest,
+        "planDigest": run.plan_digest,
+        "planFormatVersion": head[1],
+        "workflow": _value(documents.workflow_json),
+        "plan": _value(documents.plan_json),
+        "inputs": _value(documents.inputs_json),
+        "workingMemory": memory,
+        "output": _value(runs.output(tx, run.run_id)),
+        "state": run.state,
+        "reason": run.reason,
+        "error": _value(run.error_json),
+        "mode": run.mode,
+        "traceId": run.trace_id,
+        "priority": run.priority,
+        "idempotencyKey": head[2],
+        "basePath": run.base_path,
+        "parentRunId": run.parent_run_id,
+        "sourceRunId": run.source_run_id,
+        "cancellationRequested": run.cancel_requested_at is not None,
+        "cancelRequestedAt": run.cancel_requested_at,
+        "cancelReason": head[3],
+        "pauseRequestedAt": run.pause_requested_at,
+        "pauseReason": head[4],
+        "deadlineAt": run.deadline_at,
+        "maxConcurrency": run.max_concurrency,
+        "maxDeliveries": run.max_deliveries,
+        "revision": run.revision,
+        "epoch": run.epoch,
+        "driver": run.driver,
+        "createdAt": run.created_at,
+        "updatedAt": run.updated_at,
+        "endedAt": run.ended_at,
+    }
+
+
+def _task_records(tx: Connection, run: Run) -> Iterator[dict[str, Any]]:
+    # The last attempt's count of hand-overs; one pass over the attempts instead of one look-up a task.
+    deliveries: dict[int, int] = dict(
+        _rows(
+            tx,
+            "SELECT task_no, delivery FROM attempts WHERE task_no BETWEEN ? AND ? AND run_id = ? "
+            "ORDER BY task_no, number",
+            (*_span(run), run.run_id),
+        )
+    )
+    for row in tx.execute(
+        "SELECT task_no, task_id, position, state, attempt, disposition, metadata_version, input_digest, "
+        "output_json, output_digest, error_json, decision_json, delta_json, delta_digest, retry_at, started_at, "
+        "ended_at, updated_at FROM tasks WHERE task_no BETWEEN ? AND ? ORDER BY task_no",
+        _span(run),
+    ):
+        _check_version(f"task {row[1]}", row[6], TASK_METADATA_VERSION, run.run_id)
+        yield {
+            "runId": run.run_id,
+            "taskId": row[1],
+            "position": row[2],
+            "state": row[3],
+            "attempt": row[4],
+            "deliveries": deliveries.get(row[0], 0),
+            "output": _value(row[8]),
+            "error": _value(row[10]),
+            "disposition": row[5],
+            "metadataVersion": row[6],
+            "sourceRunId": None,
+            "sourceTaskId": None,
+            "sourceAttempt": None,
+            "inputDigest": row[7],
+            "outputDigest": row[9],
+            "decision": _value(row[11]),
+            "stateDelta": _value(row[12]),
+            "stateDeltaDigest": row[13],
+            "retryAt": row[14],
+            "startedAt": row[15],
+            "endedAt": row[16],
+            "updatedAt": row[17],
+        }
+
+
+_EFFECT_COLUMNS = (
+    "e.effect_id, e.format_version, e.task_id, e.attempt, e.ordinal, e.operation, e.effect_class, e.risk, "
+    "e.idempotency, e.idempotency_key, e.input_digest, e.input_json, e.expected_json, e.trace_id, e.status, "
+    "e.dispatches, e.requested_at, e.started_at, e.completed_at, e.result_json, e.error_json, e.notes_json, "
+    "e.confirmed, e.superseded"
+)
+
+
+def _effect_rows(tx: Connection, run: Run, task_no: int | None = None) -> Iterator[tuple[Any, ...]]:
+    first, last = _span(run) if task_no is None else (task_no, task_no)
+    # By the attempts' index of tasks, then by the effects' index of attempts: no scan over other runs' rows.
+    yield from tx.execute(
+        f"SELECT {_EFFECT_COLUMNS} FROM attempts a JOIN effects e ON e.attempt_id = a.attempt_id "  # noqa: S608
+        "WHERE a.task_no BETWEEN ? AND ? AND a.run_id = ? ORDER BY a.task_no, a.number, e.ordinal",
+        (first, last, run.run_id),
+    )
+
+
+def _effect_record(row: tuple[Any, ...], run_id: str) -> dict[str, Any]:
+    _check_version(f"effect {row[0]}", row[1], EFFECT_FORMAT_VERSION, run_id)
+    return {
+        "request": {
+            "formatVersion": row[1],
+            "id": row[0],
+            "runId": run_id,
+            "taskId": row[2],
+            "attempt": row[3],
+            "ordinal": row[4],
+            "operation": row[5],
+            "effectClass": row[6],
+            "risk": row[7],
+            "idempotency": row[8],
+            "idempotencyKey": row[9],
+            "inputDigest": row[10],
+            "input": _value(row[11]),
+            "expectedEffect": _value(row[12]),
+            "traceId": row[13],
+        },
+        "status": row[14],
+        "attemptNumber": row[15],
+        "requestedAt": row[16],
+        "startedAt": row[17],
+        "completedAt": row[18],
+        "result": _value(row[19]),
+        "error": _value(row[20]),
+        "notes": _value(row[21]),
+        "confirmed": bool(row[22]),
+        "superseded": bool(row[23]),
+    }
+
+
+def _events(tx: Connection, run_id: str, *, after: int, limit: int) -> list[dict[str, Any]]:
+    found = []
+    for sequence, version, event_type, task_id, actor, trace_id, payload, created_at in tx.execute(
+        "SELECT sequence, event_version, event_type, task_id, actor, trace_id, payload_json, created_at "
+        "FROM audit_events WHERE run_id = ? AND sequence > ? ORDER BY sequence LIMIT ?",
+        (run_id, after, limit),
+    ):
+        _check_version(f"audit event {sequence}", version, AUDIT_EVENT_VERSION, run_id)
+        found.append(
+            {
+                "runId": run_id,
+                "sequence": sequence,
+                "eventVersion": version,
+                "eventType": event_type,
+                "taskId": task_id,
+                "actor": actor,
+                "traceId": trace_id,
+                "payload": json.loads(payload),
+                "createdAt": created_at,
+            }
+        )
+    return found
+
+
+# -- logs and workers ----------------------------------------------------------------------------------------
+
+
+def _logs(tx: Connection, run: Run, task_id: str | None) -> Iterator[dict[str, Any]]:
+    task_no = None
+    if task_id is not None:
+        sql = "SELECT task_no FROM tasks WHERE run_id = ? AND task_id = ?"
+        known = tx.execute(sql, (run.run_id, task_id)).fetchone()
+        if known is None:
+            raise NotFoundError(
+                f"{run.run_id} has no task {task_id!r}",
+                remedy=f"`agentctl inspect {run.run_id}` shows its tasks",
+                run_id=run.run_id,
+            )
+        task_no = int(known[0])
+    for row in _effect_rows(tx, run, task_no):
+        _check_version(f"effect {row[0]}", row[1], EFFECT_FORMAT_VERSION, run.run_id)
+        if row[6] != "process_execution":
+            continue
+        result, error = _value(row[19]), _value(row[20])
+        entry: dict[str, Any] = {
+            "taskId": row[2],
+            "attempt": row[3],
+            "effectId": row[0],
+            "status": row[14],
+            "dispatches": row[15],
+            "startedAt": row[17],
+            "completedAt": row[18],
+            "exitCode": None,
+            "stdout": None,
+            "stderr": None,
+            "truncated": False,
+            "error": None if not isinstance(error, dict) else {k: error.get(k) for k in ("code", "message")},
+        }
+        details = error.get("details") if isinstance(error, dict) else None
+        for source in (result, details):
+            if not isinstance(source, dict):
+                continue
+            if entry["exitCode"] is None:
+                entry["exitCode"] = source.get("exitCode")
+            for stream, *parts in _STREAMS:
+                if entry[stream] is None and isinstance(source.get(stream), str):
+                    entry[stream] = source[stream]
+                for part in parts:
+                    if entry[stream] is None and isinstance(source.get(part), str):
+                        entry[stream] = source[part]
+                        entry["truncated"] = True
+        yield entry
+
+
+def _workers(tx: Connection) -> list[dict[str, Any]]:
+    claims = {
+        row[0]: row[1:]
+        for row in tx.execute(
+            "SELECT holder, run_id, task_id, number, delivery, lease_expires_at FROM attempts "
+            "INDEXED BY attempts_claimed WHERE state = 'claimed'"
+        )
+    }
+    alive: list[dict[str, Any]] = []
+    ended: list[dict[str, Any]] = []
+    for row in processes.everyone(tx):
+        if row.kind != "worker":
+            continue
+        state = row.state
+        if state not in ("stopped", "dead") and _liveness(row) is Liveness.DEAD:
+            state = "dead"
+        run_id, task_id, attempt, delivery, expires = claims.get(row.process_id, (None,) * 5)
+        entry = {
+            "workerId": row.process_id,
+            "name": row.name,
+            "pid": row.pid,
+            "unit": row.unit,
+            "state": state,
+            "runId": run_id,
+            "taskId": task_id,
+            "attempt": attempt,
+            "delivery": delivery,
+            "leaseExpiresAt": expires,
+            "rssBytes": row.rss_bytes,
+            "done": row.done,
+            "failed": row.failed,
+            "version": row.version,
+        }
+        (ended if state in ("stopped", "dead") else alive).append(entry)
+    return [*alive, *reversed(ended)]
