@@ -53,9 +53,7 @@ class ProcessIdentity:
 
     def as_text(self) -> str:
         """The stored form; `from_text` reads it."""
-        return _TEXT_SEPARATOR.join(
-            (self.boot_id, str(self.pid_namespace), str(self.pid), str(self.start_ticks))
-        )
+        return _TEXT_SEPARATOR.join((self.boot_id, str(self.pid_namespace), str(self.pid), str(self.start_ticks)))
 
     @classmethod
     def from_text(cls, text: str) -> ProcessIdentity:

@@ -1,0 +1,438 @@
+"""Where the rooms meet: foreground runs, pools of workers, the coordinator process, cancellation.
+
+The coordinator's room does not know the worker's; this module hands the worker's entry to the supervisor.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+from collections.abc import Callable
+from pathlib import Path
+
+from agentctl.coordinator.driver import Coordinator
+from agentctl.coordinator.plan import Plan
+from agentctl.coordinator.service import CoordinatorConfig, StopSignal, coordinator_main, process_row, serve
+from agentctl.coordinator.supervisor import Supervisor, clean_environment, names
+from agentctl.store import process_identity
+from agentctl.store.clock import SystemClock, SystemIds
+from agentctl.store.engine import Store
+from agentctl.store.errors import EnvironmentFault, NotFoundError
+from agentctl.store.faults import Faults
+from agentctl.store.process_identity import Liveness, ProcessIdentity
+from agentctl.store.records import ProcessRow, Run
+from agentctl.store.timing import Timing
+from agentctl.store.version import VERSION
+from agentctl.worker.effects.process import become_subreaper
+from agentctl.worker.process import WorkerConfig, worker_main
+
+log = logging.getLogger(__name__)
+
+NO_WORKER_SECONDS = 2.0
+"""Ready work without any live worker for this long: a foreground run starts a pool of its own (architecture 3)."""
+
+PRIVATE_DRAIN_SECONDS = 5.0
+FOLLOW_POLL_SECONDS = 0.1
+CHANGE_SECONDS = 0.1
+CANCEL_PATIENCE_SECONDS = 15.0
+
+EXIT_DRAINED = 0
+EXIT_FORCED = 3
+
+
+def is_alive(row: ProcessRow) -> bool:
+    """Whether a process row stands for a process that is not provably dead."""
+    return process_identity.liveness(ProcessIdentity.from_text(row.identity)) is not Liveness.DEAD
+
+
+def coordinator_is_live(store: Store) -> bool:
+    """Whether a coordinator is there that adopts runs."""
+    return any(is_alive(row) for row in store.live_processes("coordinator"))
+
+
+def worker_is_live(store: Store, run_id: str | None = None) -> bool:
+    """Whether a worker is there that would take work of `run_id` (of any run without it)."""
+    return any(
+        row.only_run in (None, run_id) and row.drain_requested_at is None and is_alive(row)
+        for row in store.live_processes("worker")
+    )
+
+
+def _worker_entry(
+    path: Path, timing: Timing, parent: str, only_run: str | None, unit: str | None, log_level: int
+) -> Callable[[str, str], tuple[Callable[..., None], tuple[object, ...]]]:
+    def entry(process_id: str, name: str) -> tuple[Callable[..., None], tuple[object, ...]]:
+        config = WorkerConfig(
+            path, process_id, name, parent, only_run, unit, VERSION, timing.lease, timing.heartbeat, log_level
+        )
+        return worker_main, (config,)
+
+    return entry
+
+
+# -- a foreground run --------------------------------------------------------------------------------------------------
+
+
+def run_in_foreground(
+    path: Path,
+    run_id: str,
+    *,
+    resume: bool,
+    workers: int | None,
+    on_change: Callable[[], None] | None,
+    plan: Plan | None = None,
+) -> None:
+    """Drive a run until it is no longer `running`, or follow it while another process drives it.
+
+    Uses live workers if there are any, else a private pool of `workers` (default: what `maxConcurrency` and the
+    machine's processors allow). SIGINT and SIGTERM cancel the run; this returns when that is done.
+    """
+    _Foreground(path, run_id, workers, on_change, plan).run(resume)
+
+
+class _Foreground:
+    def __init__(
+        self,
+        path: Path,
+        run_id: str,
+        workers: int | None,
+        on_change: Callable[[], None] | None,
+        plan: Plan | None,
+    ) -> None:
+        clean_environment()
+        self._stop = StopSignal()
+        self._clock = SystemClock()
+        self._ids = SystemIds(self._clock)
+        self._timing = Timing.from_environment()
+        self._path = path
+        self._run_id = run_id
+        self._workers = workers
+        self._plan = plan
+        self._report = on_change
+        self._reported = 0.0
+        self._cancelled = False
+        self._supervisor: Supervisor | None = None
+        self._without_workers: float | None = None
+        self._next_worker_check = 0.0
+        self._store = Store(path, self._clock, cache_kib=16384)
+        self._process_id = self._ids.new_id("driver")
+        self._store.register(process_row("run", self._process_id, "run", VERSION, self._clock.now()))
+        self._coordinator = Coordinator(
+            self._store,
+            self._clock,
+            self._ids,
+            self._timing,
+            Faults.from_environment(),
+            process_id=self._process_id,
+            adopts=False,
+        )
+
+    def run(self, resume: bool) -> None:
+        try:
+            while True:
+                run = self._store.get_run(self._run_id)
+                if run.ended_at is not None or (run.state == "paused" and not resume):
+                    return
+                if self._may_take(run) and self._coordinator.take(
+                    run, resume=resume, plan=self._plan, actor="cli-user"
+                ):
+                    self._drive(run)
+                else:
+                    self._follow()
+                resume = False
+        finally:
+            self._end_pool()
+            self._coordinator.close()
+            self._store.close()
+
+    def _may_take(self, run: Run) -> bool:
+        if run.driver is None or run.state == "paused":
+            return True
+        row = self._store.get_process(run.driver)
+        return row is None or row.stopped_at is not None or not is_alive(row)
+
+    def _drive(self, run: Run) -> None:
+        while self._run_id in self._coordinator.drivers:
+            self._obey_signals()
+            again = self._coordinator.tick()
+            if self._run_id not in self._coordinator.drivers:
+                break
+            self._tell()
+            self._look_after_workers(run)
+            if not again:
+                self._wait()
+
+    def _wait(self) -> None:
+        extra = [self._stop.descriptor]
+        at_most = None
+        if self._supervisor is not None:
+            extra += self._supervisor.sentinels()
+            at_most = self._supervisor.next_due()
+        elif self._coordinator.drivers[self._run_id].in_flight():
+            at_most = 0.2
+        self._coordinator.wait(extra, at_most)
+
+    def _follow(self) -> None:
+        """Somebody else drives the run: wait until it has ended or its driver is gone."""
+        while True:
+            self._obey_signals()
+            self._tell()
+            run = self._store.get_run(self._run_id)
+            if run.state != "running" or self._may_take(run):
+                return
+            self._coordinator.wait([self._stop.descriptor], FOLLOW_POLL_SECONDS)
+            self._coordinator.tick()
+
+    def _obey_signals(self) -> None:
+        if self._stop.received and not self._cancelled:
+            self._cancelled = True
+            self._store.request_cancel(self._run_id, reason="signal", actor="cli-user")
+            self._store.wake_everybody()
+        self._stop.drain()
+
+    def _tell(self) -> None:
+        now = self._clock.monotonic()
+        if self._report is not None and now - self._reported >= CHANGE_SECONDS:
+            self._reported = now
+            self._report()
+
+    def _look_after_workers(self, run: Run) -> None:
+        if self._supervisor is not None:
+            self._supervisor.tick()
+            return
+        now = self._clock.monotonic()
+        if now < self._next_worker_check or not self._coordinator.drivers[self._run_id].in_flight():
+            return
+        self._next_worker_check = now + 0.2
+        if worker_is_live(self._store, self._run_id):
+            self._without_workers = now
+            return
+        # Without any worker from the start there is nothing to wait for; a pool that vanished gets time to come back.
+        if self._without_workers is None or now - self._without_workers >= NO_WORKER_SECONDS:
+            self._start_pool(run)
+
+    def _start_pool(self, run: Run) -> None:
+        count = self._workers or min(run.max_concurrency, os.cpu_count() or 1)
+        if count > run.max_concurrency:
+            log.warning("%d workers, but maxConcurrency lets only %d work at once", count, run.max_concurrency)
+        become_subreaper()
+        self._supervisor = Supervisor(self._store, self._clock, self._ids, self._coordinator.rescuer)
+        entry = _worker_entry(self._path, self._timing, self._process_id, self._run_id, None, log.getEffectiveLevel())
+        for name in names(count, None):
+            self._supervisor.add(name, entry)
+        self._supervisor.tick()
+
+    def _end_pool(self) -> None:
+        if self._supervisor is None:
+            return
+        self._supervisor.drain(PRIVATE_DRAIN_SECONDS)
+        while self._supervisor.children():
+            self._coordinator.wait(self._supervisor.sentinels(), 0.05)
+            self._supervisor.tick()
+
+
+# -- a pool ------------------------------------------------------------------------------------------------------------
+
+
+def start_workers(path: Path, *, count: int, name: str | None, coordinator: bool, drain_seconds: float) -> int:
+    """Supervise `count` workers, and a coordinator unless one is live, until SIGTERM or a drain request.
+
+    Exit code: 0 drained, 3 ended hard. Raises `EnvironmentFault` (exit 5) when children cannot start.
+    """
+    return _Pool(path, count, name, coordinator, drain_seconds).run()
+
+
+class _Pool:
+    def __init__(self, path: Path, count: int, name: str | None, coordinator: bool, drain_seconds: float) -> None:
+        clean_environment()
+        self._stop = StopSignal()
+        self._clock = SystemClock()
+        self._ids = SystemIds(self._clock)
+        self._timing = Timing.from_environment()
+        self._path = path
+        self._drain_seconds = drain_seconds
+        self._wants_coordinator = coordinator
+        self._has_coordinator = False
+        self._unit = os.environ.get("AGENTCTL_UNIT")
+        self._store = Store(path, self._clock, create=True)
+        self._process_id = self._ids.new_id("supervisor")
+        self._store.register(
+            process_row("supervisor", self._process_id, name or "pool", VERSION, self._clock.now(), unit=self._unit)
+        )
+        become_subreaper()
+        # It adopts nothing and drives nothing: heartbeat, wake-ups and rescue are all that a supervisor needs of it.
+        self._base = Coordinator(
+            self._store,
+            self._clock,
+            self._ids,
+            self._timing,
+            Faults.from_environment(),
+            process_id=self._process_id,
+            adopts=False,
+        )
+        self._supervisor = Supervisor(self._store, self._clock, self._ids, self._base.rescuer)
+        entry = _worker_entry(path, self._timing, self._process_id, None, self._unit, log.getEffectiveLevel())
+        for worker in names(count, name):
+            self._supervisor.add(worker, entry)
+
+    def run(self) -> int:
+        signalled = 0
+        next_look = 0.0
+        try:
+            while True:
+                now = self._clock.monotonic()
+                if self._wants_coordinator and not self._has_coordinator and now >= next_look and not signalled:
+                    next_look = now + 1.0
+                    self._ensure_coordinator()
+                self._base.tick()
+                self._supervisor.tick()
+                if self._stop.received > signalled:
+                    signalled = self._stop.received
+                    self._supervisor.drain(self._drain_seconds)
+                elif self._base.drain_requested and not signalled:
+                    signalled = 1
+                    self._supervisor.drain(self._drain_seconds)
+                if signalled and self._supervisor.children() == 0:
+                    break
+                if self._supervisor.all_retired():
+                    break
+                self._stop.drain()
+                at_most = self._supervisor.next_due()
+                self._base.wait([self._stop.descriptor, *self._supervisor.sentinels()], at_most)
+            return EXIT_FORCED if self._supervisor.forced else EXIT_DRAINED
+        except EnvironmentFault:
+            self._supervisor.drain(self._drain_seconds)
+            while self._supervisor.children():
+                self._base.wait(self._supervisor.sentinels(), 0.05)
+                self._supervisor.tick()
+            raise
+        finally:
+            self._base.close()
+            self._store.close()
+
+    def _ensure_coordinator(self) -> None:
+        if coordinator_is_live(self._store):
+            return
+        self._has_coordinator = True
+
+        def entry(process_id: str, name: str) -> tuple[Callable[..., None], tuple[object, ...]]:
+            config = CoordinatorConfig(
+                self._path,
+                process_id,
+                name,
+                self._process_id,
+                self._unit,
+                VERSION,
+                self._timing.lease,
+                self._timing.heartbeat,
+                log.getEffectiveLevel(),
+            )
+            return coordinator_main, (config,)
+
+        self._supervisor.add("coordinator", entry, prefix="coordinator")
+
+
+def start_coordinator(path: Path) -> int:
+    """Coordinate in this process until SIGTERM, SIGINT or a drain request."""
+    clean_environment()
+    clock = SystemClock()
+    timing = Timing.from_environment()
+    config = CoordinatorConfig(
+        path,
+        SystemIds(clock).new_id("coordinator"),
+        "coordinator",
+        None,
+        os.environ.get("AGENTCTL_UNIT"),
+        VERSION,
+        timing.lease,
+        timing.heartbeat,
+    )
+    serve(config, None)
+    return EXIT_DRAINED
+
+
+def stop_pool(path: Path, *, hard: bool) -> list[int]:
+    """Ask every live supervisor and every worker without one to drain; with `hard`, to end effects now.
+
+    Returns the pids that were signalled.
+    """
+    store = Store(path, SystemClock())
+    try:
+        signalled = []
+        for row in store.live_processes():
+            if row.kind == "supervisor" or (row.kind == "coordinator" and row.parent_process_id is None):
+                identity = ProcessIdentity.from_text(row.identity)
+                if process_identity.kill(identity, signal.SIGTERM):
+                    signalled.append(row.pid)
+                    if hard:
+                        process_identity.kill(identity, signal.SIGINT)
+        return signalled
+    finally:
+        store.close()
+
+
+# -- cancellation ------------------------------------------------------------------------------------------------------
+
+
+def cancel_run(path: Path, run_id: str, *, reason: str, actor: str) -> tuple[bool, str]:
+    """Cancel a run: set the durable flag, call everybody, and finish the job when nobody else is alive to do it.
+
+    Returns (requested, state). Raises `NotFoundError`.
+    """
+    clock = SystemClock()
+    store = Store(path, clock)
+    try:
+        requested, state = store.request_cancel(run_id, reason=reason, actor=actor)
+        if not requested:
+            return False, state
+        store.wake_everybody()
+        run = store.get_run(run_id)
+        if run.ended_at is None and not _somebody_drives(store, run):
+            _finish_cancellation(store, clock, run_id)
+        return True, store.get_run(run_id).state
+    finally:
+        store.close()
+
+
+def _somebody_drives(store: Store, run: Run) -> bool:
+    if run.state == "paused":
+        return False
+    if run.driver is not None:
+        row = store.get_process(run.driver)
+        if row is not None and row.stopped_at is None and is_alive(row):
+            return True
+    return coordinator_is_live(store)
+
+
+def _finish_cancellation(store: Store, clock: SystemClock, run_id: str) -> None:
+    ids = SystemIds(clock)
+    process_id = ids.new_id("driver")
+    store.register(process_row("run", process_id, "cancel", VERSION, clock.now()))
+    coordinator = Coordinator(
+        store, clock, ids, Timing.from_environment(), Faults.from_environment(), process_id=process_id, adopts=False
+    )
+    try:
+        run = store.get_run(run_id)
+        if run.ended_at is not None or not coordinator.take(run, resume=True, actor="cli-user"):
+            return
+        deadline = clock.monotonic() + CANCEL_PATIENCE_SECONDS
+        while run_id in coordinator.drivers and clock.monotonic() < deadline:
+            if not coordinator.tick():
+                coordinator.wait()
+    finally:
+        coordinator.close()
+
+
+def drain_worker(path: Path, name: str) -> ProcessRow:
+    """Ask one worker to drain; it is not replaced. Raises `NotFoundError`."""
+    store = Store(path, SystemClock())
+    try:
+        row = store.find_process(name, "worker")
+        if not store.request_drain(row.process_id):
+            raise NotFoundError(f"worker {name} has ended already")
+        return row
+    finally:
+        store.close()
+
+

@@ -1,0 +1,276 @@
+"""Drives runs: takes what workers have finished, decides, commits, and does so again until nothing can move.
+
+A `RunDriver` holds the lease of one run. A `Coordinator` holds several drivers, renews their leases, adopts runs whose
+driver is gone, rescues what dead workers held, and sleeps until somebody calls. The foreground `run` uses the same
+coordinator for its one run; `agentctl coordinator start` uses it for all.
+"""
+
+from __future__ import annotations
+
+import logging
+import select
+import socket
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from agentctl.store import process_identity, wakeups
+from agentctl.store.canonical import loads
+from agentctl.store.clock import Clock, IdSource
+from agentctl.store.engine import Store, own_rss
+from agentctl.store.errors import RunMoved
+from agentctl.store.faults import Faults
+from agentctl.store.process_identity import Liveness, ProcessIdentity
+from agentctl.store.records import ProcessRow, Run
+from agentctl.store.timing import Timing
+
+from .plan import Plan
+from .plan_index import PlanIndex
+from .rescue import Rescuer
+from .scheduler import Scheduler
+
+log = logging.getLogger(__name__)
+
+LOOK_SECONDS = 0.5
+"""How often the dead and the runs without a driver are looked for."""
+
+POLL_SECONDS = 0.2
+"""How long a driver with work in flight sleeps at most without a call: the net under lost wake-ups."""
+
+STEPS_IN_A_ROW = 4
+"""Batches that one run may commit before the others get their turn."""
+
+
+class LostRun(Exception):
+    """Another process drives this run now."""
+
+
+class RunDriver:
+    """The driver of one run, from taking its lease to its end."""
+
+    def __init__(
+        self, store: Store, run_id: str, epoch: int, driver: str, ids: IdSource, faults: Faults, plan: Plan | None
+    ) -> None:
+        self.run_id = run_id
+        self.epoch = epoch
+        self.done = False
+        self._store = store
+        self._driver = driver
+        self._ids = ids
+        self._faults = faults
+        documents = store.run_documents(run_id)
+        self._inputs: dict[str, Any] = loads(documents.inputs_json)
+        self._index = PlanIndex(plan if plan is not None else Plan.from_json(loads(documents.plan_json)))
+        self._scheduler: Scheduler
+        self._run: Run
+        self._reload()
+
+    def _reload(self) -> None:
+        snapshot = self._store.snapshot(self.run_id)
+        if snapshot.run.epoch != self.epoch or snapshot.run.driver != self._driver:
+            raise LostRun(self.run_id)
+        run = snapshot.run
+        self._run = run
+        self._scheduler = Scheduler(
+            self._index,
+            snapshot,
+            self._inputs,
+            lambda positions: self._store.task_outputs(run, positions),
+            self._ids.uniform,
+        )
+
+    def step(self) -> bool:
+        """Commit one batch. Returns whether another step is worth taking at once. Raises `LostRun`."""
+        epoch, revision, driver, state = self._store.run_head(self.run_id)
+        if epoch != self.epoch or driver != self._driver or state != "running":
+            raise LostRun(self.run_id)
+        if revision != self._run.revision:
+            self._reload()
+        finished, more = self._store.finished_attempts(self._run)
+        batch = self._scheduler.decide(finished, self._store.clock.now())
+        if batch.is_empty():
+            return False
+        self._faults.reach("before_run_end" if batch.run_state else "before_commit")
+        try:
+            stopped = self._store.commit_batch(
+                self._run, batch, driver=self._driver, epoch=self.epoch, revision=self._run.revision
+            )
+        except RunMoved:
+            self._reload()
+            return True
+        self._faults.reach("after_commit")
+        if stopped:
+            self._scheduler.stopped(stopped)
+        if batch.run_state is not None:
+            self.done = True
+            return False
+        return more or self._scheduler.more
+
+    def next_timer(self) -> int | None:
+        """When the next backoff ends (epoch ms), or None."""
+        return self._scheduler.next_timer()
+
+    def in_flight(self) -> int:
+        """Attempts that hold a place."""
+        return self._scheduler.in_flight()
+
+
+class Coordinator:
+    """Several runs, one process. Not thread-safe; it owns its store and its wake-up socket."""
+
+    def __init__(
+        self,
+        store: Store,
+        clock: Clock,
+        ids: IdSource,
+        timing: Timing,
+        faults: Faults,
+        *,
+        process_id: str,
+        adopts: bool,
+    ) -> None:
+        """`adopts`: take every run that has no live driver; otherwise only what is given to `take`."""
+        self.store = store
+        self.process_id = process_id
+        self.drivers: dict[str, RunDriver] = {}
+        self.listener: socket.socket = store.wakes.listen(process_id)
+        self.drain_requested = False
+        self.on_change: Callable[[], None] | None = None
+        self._clock = clock
+        self._ids = ids
+        self._timing = timing
+        self._faults = faults
+        self._adopts = adopts
+        self._rescuer = Rescuer(store, clock, timing, process_id, faults)
+        self._next_look = 0.0
+        self._next_heartbeat = clock.monotonic() + timing.heartbeat
+        self._seen = -1
+        self._silent_drivers: dict[str, tuple[int, int | None, float]] = {}
+        self._last_adoption_look: float | None = None
+
+    @property
+    def rescuer(self) -> Rescuer:
+        """The rescuer of this process; supervisors use it for children that they have reaped."""
+        return self._rescuer
+
+    def take(self, run: Run, *, resume: bool, plan: Plan | None = None, actor: str = "coordinator") -> bool:
+        """Become the driver of `run` as it was seen. False when somebody else was faster or it has ended."""
+        epoch = self.store.take_run(
+            run.run_id,
+            driver=self.process_id,
+            epoch=run.epoch,
+            lease_ms=self._timing.lease_ms,
+            resume=resume,
+            actor=actor,
+        )
+        if epoch is None:
+            return False
+        self.drivers[run.run_id] = RunDriver(
+            self.store, run.run_id, epoch, self.process_id, self._ids, self._faults, plan
+        )
+        self._seen = -1
+        return True
+
+    def tick(self) -> bool:
+        """One round: heartbeat, looks, and steps of all runs. Returns whether another round is due at once."""
+        now = self._clock.monotonic()
+        if now >= self._next_heartbeat:
+            self._next_heartbeat = now + self._timing.heartbeat
+            self.drain_requested |= self.store.driver_heartbeat(
+                self.process_id, lease_ms=self._timing.lease_ms, rss=own_rss()
+            )
+        if now >= self._next_look:
+            self._next_look = now + LOOK_SECONDS
+            self._rescuer.look()
+            if self._adopts and not self.drain_requested:
+                self._adopt()
+        version = self.store.database.data_version()
+        due = self._timers_due()
+        if version == self._seen and not due:
+            return False
+        self._seen = version
+        again = False
+        for run_id, driver in list(self.drivers.items()):
+            try:
+                for _ in range(STEPS_IN_A_ROW):
+                    more = driver.step()
+                    if not more:
+                        break
+                else:
+                    again = True
+            except LostRun:
+                log.info("%s is driven elsewhere now", run_id)
+                del self.drivers[run_id]
+                continue
+            if driver.done:
+                del self.drivers[run_id]
+        if again:
+            self._seen = -1
+        if self.on_change is not None:
+            self.on_change()
+        return again
+
+    def _timers_due(self) -> bool:
+        now = self._clock.now()
+        return any(timer is not None and timer <= now for timer in (d.next_timer() for d in self.drivers.values()))
+
+    def sleep_seconds(self) -> float:
+        """How long this coordinator may sleep without a call."""
+        now = self._clock.monotonic()
+        until = min(self._next_look, self._next_heartbeat) - now
+        if self.drivers:
+            until = min(until, POLL_SECONDS)
+        timers = [timer for timer in (d.next_timer() for d in self.drivers.values()) if timer is not None]
+        if timers:
+            until = min(until, (min(timers) - self._clock.now()) / 1000)
+        return max(0.0, until)
+
+    def wait(self, extra: Sequence[int] = (), at_most: float | None = None) -> list[object]:
+        """Sleep until somebody calls, a descriptor of `extra` becomes readable, or something is due.
+
+        Returns what of `extra` is readable.
+        """
+        seconds = self.sleep_seconds()
+        if at_most is not None:
+            seconds = min(seconds, at_most)
+        readable, _, _ = select.select([self.listener, *extra], [], [], seconds)
+        if self.listener in readable:
+            wakeups.drain(self.listener)
+            readable.remove(self.listener)
+        return readable
+
+    def _adopt(self) -> None:
+        """Take runs that nobody drives: no driver, a dead one, or one that was silent for lease and grace."""
+        now = self._clock.monotonic()
+        last, self._last_adoption_look = self._last_adoption_look, now
+        elapsed = 0.0 if last is None else now - last
+        counted = elapsed if elapsed < max(2.0, self._timing.grace / 4) else 0.0
+        silent: dict[str, tuple[int, int | None, float]] = {}
+        for run in self.store.open_runs():
+            if run.run_id in self.drivers:
+                continue
+            if run.driver is None or self._is_dead(self.store.get_process(run.driver)):
+                if self.take(run, resume=False):
+                    log.info("adopted %s", run.run_id)
+                continue
+            before = self._silent_drivers.get(run.run_id)
+            mark = (run.epoch, run.driver_lease_expires_at)
+            seconds = before[2] + counted if before is not None and before[:2] == mark else 0.0
+            silent[run.run_id] = (*mark, seconds)
+            if seconds >= self._timing.lease + self._timing.grace and self.take(run, resume=False):
+                log.warning("adopted %s from the silent driver %s", run.run_id, run.driver)
+        self._silent_drivers = silent
+
+    @staticmethod
+    def _is_dead(row: ProcessRow | None) -> bool:
+        if row is None or row.stopped_at is not None:
+            return True
+        return process_identity.liveness(ProcessIdentity.from_text(row.identity)) is Liveness.DEAD
+
+    def close(self) -> None:
+        """Give all runs back and leave."""
+        for run_id, driver in self.drivers.items():
+            self.store.leave_run(run_id, driver=self.process_id, epoch=driver.epoch)
+        self.drivers.clear()
+        self.listener.close()
+        self.store.wakes.forget(self.process_id)
+        self.store.set_process_state(self.process_id, "stopped")

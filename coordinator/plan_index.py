@@ -1,0 +1,83 @@
+"""What a scheduler looks up in a plan, computed once per run. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from .expressions import Condition, Renderer, compile_condition, compile_value, compile_vars
+from .plan import CompiledTask, Plan
+
+EFFECT_FREE = frozenset({"builtin.assign", "builtin.assert", "builtin.memory.read"})
+"""Actions that the driver evaluates itself (architecture 1)."""
+
+
+class PlanIndex:
+    """Positions instead of names: dependencies, dependents, children of aggregates, compiled templates."""
+
+    def __init__(self, plan: Plan) -> None:
+        self.plan = plan
+        self.tasks: list[CompiledTask] = [plan.tasks[name] for name in plan.order]
+        place = {task.id: i for i, task in enumerate(self.tasks)}
+        self.needs: list[tuple[int, ...]] = [tuple(place[name] for name in task.needs) for task in self.tasks]
+        self.waits: list[frozenset[int]] = []
+        self.dependents: list[list[int]] = [[] for _ in self.tasks]
+        for i, task in enumerate(self.tasks):
+            before = frozenset((*self.needs[i], *task.memory_after))
+            self.waits.append(before)
+            for position in before:
+                self.dependents[position].append(i)
+        self.place = place
+        self.outputs = compile_value(plan.outputs)
+        self._renderers: dict[int, Renderer] = {}
+        self._validators: dict[int, Callable[[Any], str | None]] = {}
+
+    def effect_free(self, position: int) -> bool:
+        """Whether the driver itself evaluates this task."""
+        task = self.tasks[position]
+        return task.uses_kind != "action" or task.action_kind in EFFECT_FREE
+
+    def condition(self, position: int) -> Condition | None:
+        """The guard of a task."""
+        text = self.tasks[position].when
+        return None if text is None else compile_condition(text)
+
+    def variables(self, position: int) -> Renderer | None:
+        """The renderer of a task's own variables, or None if it has none."""
+        task = self.tasks[position]
+        if not task.vars:
+            return None
+        return compile_vars(task.vars, task.data_vars)
+
+    def input(self, position: int) -> Renderer:
+        """The renderer of a task's input. Children of one expansion share it, since they share the dictionary."""
+        value = self.tasks[position].input
+        renderer = self._renderers.get(id(value))
+        if renderer is None:
+            renderer = self._renderers[id(value)] = compile_value(value)
+        return renderer
+
+    def contract(self, position: int) -> Callable[[Any], str | None] | None:
+        """The check of a task's output schema: returns what is wrong, or None. None if the kind's contract holds."""
+        schema = self.tasks[position].output_schema
+        if schema is None:
+            return None
+        check = self._validators.get(id(schema))
+        if check is None:
+            check = self._validators[id(schema)] = _compile_schema(schema)
+        return check
+
+
+def _compile_schema(schema: dict[str, Any] | bool) -> Callable[[Any], str | None]:
+    import jsonschema_rs
+
+    validator = jsonschema_rs.validator_for(schema)
+
+    def check(value: Any) -> str | None:
+        if validator.is_valid(value):
+            return None
+        error = next(validator.iter_errors(value))
+        where = "/".join(str(part) for part in error.instance_path)
+        return f"{error.message} (at /{where})"
+
+    return check

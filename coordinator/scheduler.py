@@ -1,0 +1,577 @@
+"""What happens next in a run: a pure decision, without a database, a clock or chance of its own.
+
+A `Scheduler` holds the state of one run in memory. `decide` takes what workers have finished and gives the batch that
+the driver commits: results in compiled order, guards, tasks without effect, attempts for the free places, and the end
+of the run. If the commit is refused (the run has moved), the driver throws the scheduler away and builds a new one from
+the database, which alone is the truth.
+
+Serial-equivalent memory (architecture 5): a task starts when all tasks that it needs, and all earlier writers of what
+it reads, have ended; its snapshot is, for each readable key, the value of the greatest position below its own.
+"""
+
+from __future__ import annotations
+
+import heapq
+from bisect import bisect_left
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+from agentctl.store.canonical import canonical, loads, text_digest
+from agentctl.store.engine import BATCH_BYTES, BATCH_RESULTS, RunSnapshot
+from agentctl.store.errors import TaskFault
+from agentctl.store.records import Batch, Event, FinishedAttempt, NewAttempt, Run
+from agentctl.store.states import TASK_FINAL, may_repeat
+
+from .expressions import Scope, TemplateError
+from .plan import RetryPolicy
+from .plan_index import PlanIndex
+
+OutputLoader = Callable[[list[int]], dict[int, tuple[str | None, str | None]]]
+
+_EMPTY: dict[str, Any] = {}
+
+
+class _Outputs(Mapping[str, Any]):
+    """Outputs by task id, parsed when somebody looks."""
+
+    def __init__(self, scheduler: Scheduler) -> None:
+        self._scheduler = scheduler
+
+    def __getitem__(self, task_id: str) -> Any:
+        return self._scheduler.output_value(self._scheduler.index.place[task_id])
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._scheduler.index.place)
+
+    def __len__(self) -> int:
+        return len(self._scheduler.index.place)
+
+
+class Scheduler:
+    """The state of one run and the next decision about it."""
+
+    def __init__(
+        self,
+        index: PlanIndex,
+        snapshot: RunSnapshot,
+        inputs: dict[str, Any],
+        load_outputs: OutputLoader,
+        uniform: Callable[[], float],
+    ) -> None:
+        """`uniform` gives numbers in [0, 1) for the jitter of backoff."""
+        run = snapshot.run
+        self.index = index
+        self.run: Run = run
+        self.inputs = inputs
+        self.inputs_digest = text_digest(canonical(inputs))
+        self.state = [row.state for row in snapshot.tasks]
+        self.attempt = [row.attempt for row in snapshot.tasks]
+        self.digest: list[str | None] = [row.output_digest for row in snapshot.tasks]
+        self.stopping: str | None = "cancel_requested" if run.cancel_requested_at is not None else None
+        self.paused = run.pause_requested_at is not None
+        self.more = False
+        self._stop_written = False
+        self._load = load_outputs
+        self._uniform = uniform
+        self._text: dict[int, str] = {}
+        self._value: dict[int, Any] = {}
+        self._error: dict[int, str | None] = {}
+        self._outputs = _Outputs(self)
+        self._candidates: list[int] = []
+        self._work: list[int] = []
+        self._timers: list[tuple[int, int]] = []
+        self._memory: dict[str, tuple[list[int], list[str | None]]] = {}
+        for key, position, value in snapshot.memory:
+            positions, values = self._memory.setdefault(key, ([], []))
+            positions.append(position)
+            values.append(value)
+        self._in_flight = {a.position for a in snapshot.live if a.state in ("ready", "claimed") and a.hold is None}
+        self._left = [0] * len(self.state)
+        self._open = 0
+        for position, state in enumerate(self.state):
+            if state in TASK_FINAL:
+                continue
+            self._open += 1
+            self._left[position] = sum(1 for p in index.waits[position] if self.state[p] not in TASK_FINAL)
+            if state == "pending" and self._left[position] == 0:
+                heapq.heappush(self._candidates, position)
+            elif state == "retry_scheduled":
+                heapq.heappush(self._timers, (snapshot.tasks[position].retry_at or 0, position))
+        if any(state == "failed" and index.tasks[p].failure == "stop" for p, state in enumerate(self.state)):
+            self.stopping = self.stopping or "task_failed"
+
+    # -- what others ask -------------------------------------------------------------------------------------------
+
+    def in_flight(self) -> int:
+        """Attempts that hold a place."""
+        return len(self._in_flight)
+
+    def next_timer(self) -> int | None:
+        """When the next backoff ends (epoch ms), or None."""
+        return self._timers[0][0] if self._timers else None
+
+    def output_value(self, position: int) -> Any:
+        """The output of a task as a value. Raises KeyError when it has none."""
+        value = self._value.get(position)
+        if value is None:
+            text = self._output_text(position)
+            if text is None:
+                raise KeyError(position)
+            value = self._value[position] = loads(text)
+        return value
+
+    def _output_text(self, position: int) -> str | None:
+        text = self._text.get(position)
+        if text is None and self.digest[position] is not None:
+            self._fetch([position])
+            text = self._text.get(position)
+        return text
+
+    def _fetch(self, positions: list[int]) -> None:
+        """Bring outputs and errors of tasks that ended before this scheduler was built."""
+        for position, (output, error) in self._load(positions).items():
+            if output is not None:
+                self._text[position] = output
+            self._error[position] = error
+
+    # -- the decision ----------------------------------------------------------------------------------------------
+
+    def decide(self, finished: list[FinishedAttempt], now: int) -> Batch:
+        """The next batch. It changes this scheduler; when the commit is refused, build a new one.
+
+        `more` tells afterwards whether another batch can follow at once.
+        """
+        batch = Batch()
+        self._bytes = 0
+        for attempt in finished:
+            self._absorb(attempt, batch, now)
+        if self.stopping is None and not self.paused:
+            self._wake_retries(now, batch)
+            self._advance(batch)
+        if self.stopping is not None and not self._stop_written:
+            batch.stop = self.stopping
+            self._stop_written = True
+            self.more = True
+            return batch
+        self.more = bool(self._candidates) and self.stopping is None and not self.paused
+        if not self.more and not self._in_flight:
+            self._maybe_end(batch, now)
+        return batch
+
+    def stopped(self, ended: list[tuple[int, str, str]]) -> None:
+        """Tell which tasks the commit of a stop has ended."""
+        for position, state, code in ended:
+            self._error[position] = canonical(
+                {"code": code, "message": f"not executed: {code}", "retryable": False}
+            )
+            self._in_flight.discard(position)
+            self.state[position] = state
+            self._open -= 1
+        self._candidates.clear()
+        self._work.clear()
+        self._timers.clear()
+
+    # -- results ---------------------------------------------------------------------------------------------------
+
+    def _absorb(self, done: FinishedAttempt, batch: Batch, now: int) -> None:
+        position = done.position
+        self._in_flight.discard(position)
+        task = self.index.tasks[position]
+        self.attempt[position] = done.number
+        if done.outcome == "succeeded":
+            batch.closed.append(done.attempt_id)
+            try:
+                self._succeed(position, done.result_json or "{}", batch, task.action_kind, "running")
+            except TaskFault as fault:
+                self._fail(position, fault.as_json(), batch, "running")
+            return
+        error = loads(done.error_json) if done.error_json else {"code": "failed", "message": "failed"}
+        if done.outcome == "cancelled":
+            batch.closed.append(done.attempt_id)
+            self._final(position, "cancelled", None, error, batch, "running")
+            return
+        retryable = bool(error.get("retryable"))
+        if done.outcome == "uncertain":
+            repeatable = (
+                done.effect_class is not None
+                and done.idempotency is not None
+                and may_repeat(done.effect_class, done.idempotency)
+            )
+            if repeatable and done.effect_id is not None:
+                batch.superseded.append(done.effect_id)
+                retryable = True
+            elif self.stopping == "cancel_requested":
+                batch.closed.append(done.attempt_id)
+                self._final(position, "cancelled", None, error, batch, "running")
+                return
+            elif self.stopping is None:
+                batch.parked.append(done.attempt_id)
+                batch.waits.append(("waiting_for_effect", None, canonical(error), position))
+                self._move(position, "waiting_for_effect", "running", batch, code=str(error.get("code")))
+                return
+        batch.closed.append(done.attempt_id)
+        if retryable and done.number < task.retry.max_attempts and self.stopping is None:
+            retry_at = now + backoff_ms(task.retry, done.number, self._uniform(), error)
+            batch.waits.append(("retry_scheduled", retry_at, canonical(error), position))
+            heapq.heappush(self._timers, (retry_at, position))
+            self._move(position, "retry_scheduled", "running", batch, code=str(error.get("code")))
+            return
+        self._fail(position, error, batch, "running")
+
+    def _succeed(self, position: int, text: str, batch: Batch, kind: str | None, origin: str) -> None:
+        """Check the contract of an output and take over what it writes to memory. Raises `TaskFault`."""
+        task = self.index.tasks[position]
+        check = self.index.contract(position)
+        delta: str | None = None
+        if check is not None or kind == "builtin.memory.write":
+            value = loads(text)
+            if check is not None:
+                problem = check(value)
+                if problem is not None:
+                    raise TaskFault("output_contract", f"the output does not fit outputSchema: {problem}")
+            if kind == "builtin.memory.write":
+                key = value["key"]
+                if key not in task.memory_writes:
+                    raise TaskFault("undeclared_memory_write", f"the key {key!r} is not in memoryWrites")
+                delta = canonical({"formatVersion": 1, "remove": [], "set": {key: value["after"]}})
+                written = canonical(value["after"])
+                batch.memory.append((key, position, written))
+                positions, values = self._memory.setdefault(key, ([], []))
+                place = bisect_left(positions, position)
+                positions.insert(place, position)
+                values.insert(place, written)
+        self._final(position, "succeeded", text, None, batch, origin, delta=delta)
+
+    def _fail(self, position: int, error: dict[str, Any], batch: Batch, origin: str) -> None:
+        self._final(position, "failed", None, error, batch, origin)
+        if self.index.tasks[position].failure == "stop" and self.stopping is None:
+            self.stopping = "task_failed"
+
+    def _final(
+        self,
+        position: int,
+        state: str,
+        text: str | None,
+        error: dict[str, Any] | None,
+        batch: Batch,
+        origin: str,
+        *,
+        input_digest: str | None = None,
+        decision: str | None = None,
+        delta: str | None = None,
+    ) -> None:
+        digest = None
+        if text is not None:
+            digest = self.digest[position] = text_digest(text)
+            self._text[position] = text
+            self._bytes += len(text)
+        error_text = None if error is None else canonical(error)
+        self._error[position] = error_text
+        batch.finals.append(
+            (
+                state,
+                self.attempt[position],
+                input_digest,
+                text,
+                digest,
+                error_text,
+                decision,
+                delta,
+                None if delta is None else text_digest(delta),
+                position,
+            )
+        )
+        code = None if error is None else error.get("code")
+        self._move(position, state, origin, batch, digest=digest, code=code)
+        self._open -= 1
+        for dependent in self.index.dependents[position]:
+            self._left[dependent] -= 1
+            if self._left[dependent] == 0 and self.state[dependent] == "pending":
+                heapq.heappush(self._candidates, dependent)
+
+    def _move(
+        self, position: int, state: str, origin: str, batch: Batch, *, digest: str | None = None, code: str | None = None
+    ) -> None:
+        self.state[position] = state
+        attempt = self.attempt[position]
+        batch.changes.append([position, state, attempt, digest, code])
+        if code is None:
+            payload = f'{{"attempt":{attempt},"from":"{origin}","to":"{state}"}}'
+        else:
+            payload = f'{{"attempt":{attempt},"code":{canonical(code)},"from":"{origin}","to":"{state}"}}'
+        batch.events.append(Event("task.transition", self.index.tasks[position].id, payload))
+
+    # -- what can begin --------------------------------------------------------------------------------------------
+
+    def _wake_retries(self, now: int, batch: Batch) -> None:
+        while self._timers and self._timers[0][0] <= now:
+            _, position = heapq.heappop(self._timers)
+            if self.state[position] == "retry_scheduled":
+                heapq.heappush(self._work, position)
+
+    def _advance(self, batch: Batch) -> None:
+        """Evaluate what is ready, in compiled order, until the batch is full; then fill the places."""
+        while self._candidates and len(batch.finals) < BATCH_RESULTS and self._bytes < BATCH_BYTES:
+            position = heapq.heappop(self._candidates)
+            if self._dependency_failed(position):
+                continue_state = "skipped"
+                error = {"code": "dependency_not_succeeded", "message": "a dependency did not succeed"}
+                self._final(position, continue_state, None, error, batch, "pending")
+            elif self.index.effect_free(position):
+                self._begin(position, batch)
+            else:
+                heapq.heappush(self._work, position)
+            if self.stopping is not None:
+                return
+        while self._work and len(self._in_flight) < self.run.max_concurrency:
+            if len(batch.finals) >= BATCH_RESULTS or len(batch.enqueues) >= 4 * BATCH_RESULTS:
+                break
+            self._begin(heapq.heappop(self._work), batch)
+            if self.stopping is not None:
+                return
+
+    def _dependency_failed(self, position: int) -> bool:
+        if self.index.tasks[position].uses_kind == "aggregate":
+            return False
+        return any(self.state[need] != "succeeded" for need in self.index.needs[position])
+
+    def _begin(self, position: int, batch: Batch) -> None:
+        """Decide the guard, render the input, then finish the task (no effect) or enqueue an attempt.
+
+        What goes wrong here fails this task with a typed error and nothing else (contract table, row 6).
+        """
+        task = self.index.tasks[position]
+        origin = self.state[position]
+        decision: str | None = None
+        self._value.pop(-1, None)
+        try:
+            snapshot = self._snapshot(position)
+            memory_values = {key: loads(text) for key, text in snapshot.items()} if snapshot else _EMPTY
+            scope = Scope(inputs=self.inputs, vars=_EMPTY, memory=memory_values, tasks=self._outputs)
+            renderer = self.index.variables(position)
+            own = renderer(scope) if renderer is not None else _EMPTY
+            scope.vars = {**self.index.plan.vars, **own} if own else self.index.plan.vars
+            condition = self.index.condition(position)
+            if condition is not None and origin == "pending":
+                result = condition(scope)
+                record = {
+                    "expression": condition.text,
+                    "contextDigest": self._context_digest(position, own, snapshot),
+                    "result": result,
+                }
+                decision = canonical(record)
+                if not result:
+                    text = canonical({"condition": record, "reason": "when condition was false"})
+                    self._final(position, "skipped", text, None, batch, origin, decision=decision)
+                    return
+            if task.uses_kind == "aggregate":
+                text, digest = self._aggregate(position), None
+            else:
+                rendered = self.index.input(position)(scope)
+                rendered_text = canonical(rendered)
+                digest = self._input_digest(position, rendered_text, own, snapshot)
+                if not self.index.effect_free(position):
+                    self._enqueue(position, rendered, rendered_text, decision, digest, snapshot, batch)
+                    return
+                text = self._evaluate(task.action_kind, rendered, rendered_text, memory_values)
+            self.attempt[position] += 1
+            check = self.index.contract(position)
+            if check is not None:
+                problem = check(loads(text))
+                if problem is not None:
+                    raise TaskFault("output_contract", f"the output does not fit outputSchema: {problem}")
+            self._final(
+                position, "succeeded", text, None, batch, origin, input_digest=digest, decision=decision
+            )
+        except TaskFault as fault:
+            self._final(position, "failed", None, fault.as_json(), batch, origin, decision=decision)
+            if task.failure == "stop" and self.stopping is None:
+                self.stopping = "task_failed"
+
+    def _enqueue(
+        self,
+        position: int,
+        rendered: dict[str, Any],
+        rendered_text: str,
+        decision: str | None,
+        digest: str,
+        snapshot: dict[str, str],
+        batch: Batch,
+    ) -> None:
+        task = self.index.tasks[position]
+        memory = ""
+        if task.action_kind == "builtin.memory.write":
+            key = rendered.get("key")
+            if isinstance(key, str) and key in snapshot:
+                memory = f',"memory":{{{canonical(key)}:{snapshot[key]}}}'
+        input_json = f'{{"action":{canonical(task.uses_name)},"input":{rendered_text}{memory}}}'
+        number = self.attempt[position] + 1
+        origin = self.state[position]
+        batch.readies.append((decision, digest, position))
+        batch.enqueues.append(NewAttempt(position, task.id, number, task.timeout_seconds * 1000, input_json))
+        self._bytes += len(input_json)
+        self._in_flight.add(position)
+        self._move(position, "ready", origin, batch)
+
+    def _evaluate(self, kind: str | None, value: Any, text: str, memory: Mapping[str, Any]) -> str:
+        """The output of an action without effect, as canonical text (contract 3)."""
+        if kind == "builtin.assign":
+            return (
+                f'{{"after":{text},"before":null,"changed":false,"diff":null,"output":{text},'
+                '"predictability":"fully_predictable","status":"unchanged"}'
+            )
+        if kind == "builtin.assert":
+            that = value.get("that")
+            if type(that) is not bool:
+                raise TaskFault("invalid_input", f"`that` must be true or false, not {canonical(that)[:80]}")
+            if not that:
+                message = value.get("message")
+                raise TaskFault("assertion_failed", message if isinstance(message, str) else "assertion failed")
+            return '{"changed":false,"passed":true,"status":"unchanged"}'
+        key = value.get("key")
+        if not isinstance(key, str):
+            raise TaskFault("invalid_input", "`key` must be text")
+        if key not in memory:
+            raise TaskFault("memory_key_missing", f"working memory has no key {key!r}")
+        return f'{{"changed":false,"status":"unchanged","value":{canonical(memory[key])}}}'
+
+    def _aggregate(self, position: int) -> str:
+        """The output of an aggregate: its children in expansion order (contract 2.4), spliced from stored texts."""
+        children = self.index.needs[position]
+        missing = [p for p in children if p not in self._error and p not in self._text]
+        if missing:
+            self._fetch(missing)
+        items = []
+        for i, child in enumerate(children):
+            error = self._error.get(child)
+            message = "null" if error is None else canonical(loads(error)["message"])
+            items.append(
+                f'{{"error":{message},"index":{i},"output":{self._output_text(child) or "null"},'
+                f'"state":"{self.state[child]}","taskId":{canonical(self.index.tasks[child].id)}}}'
+            )
+        return '{"items":[' + ",".join(items) + "]}"
+
+    # -- memory and digests ----------------------------------------------------------------------------------------
+
+    def _snapshot(self, position: int) -> dict[str, str]:
+        """The readable part of working memory at this position: key to canonical text."""
+        if not self._memory:
+            return _EMPTY
+        reads = self.index.tasks[position].memory_reads
+        found: dict[str, str] = {}
+        for key in self._memory if reads is None else reads:
+            entry = self._memory.get(key)
+            if entry is None:
+                continue
+            place = bisect_left(entry[0], position) - 1
+            text = entry[1][place] if place >= 0 else None
+            if text is not None:
+                found[key] = text
+        return found
+
+    def _needs_digest(self, position: int) -> dict[str, str | None]:
+        return {self.index.tasks[need].id: self.digest[need] for need in self.index.needs[position]}
+
+    def _input_digest(self, position: int, text: str, own: Any, snapshot: dict[str, str]) -> str:
+        """The digest of all that an attempt depends on: input, own variables, readable memory, outputs of its needs."""
+        rest = ""
+        if own or snapshot or self.index.needs[position]:
+            rest = canonical([own, snapshot, self._needs_digest(position)])
+        return text_digest(f"[{text},{rest}]")
+
+    def _context_digest(self, position: int, own: Any, snapshot: dict[str, str]) -> str:
+        context = {
+            "inputs": self.inputs_digest,
+            "vars": own,
+            "memory": snapshot,
+            "tasks": self._needs_digest(position),
+        }
+        return text_digest(canonical(context))
+
+    # -- the end ---------------------------------------------------------------------------------------------------
+
+    def _maybe_end(self, batch: Batch, now: int) -> None:
+        """End or pause the run if nothing in it can move by itself (contract table, row 24)."""
+        if self._timers and self.stopping is None and not self.paused:
+            return
+        if self.paused and self.stopping is None and self._open:
+            batch.run_state, batch.run_reason = "paused", "paused_by_operator"
+            return
+        if self._open:
+            waiting = {self.state[p] for p in range(len(self.state)) if self.state[p].startswith("waiting")}
+            if not waiting or self._work:
+                return
+            batch.run_state = "paused"
+            batch.run_reason = (
+                "approval_required" if "waiting_for_approval" in waiting else "uncertain_effect"
+            )
+            return
+        failed = [p for p, state in enumerate(self.state) if state == "failed"]
+        if self.stopping == "cancel_requested":
+            batch.run_state, batch.run_reason = "cancelled", "cancel_requested"
+            return
+        output: str | None = None
+        problem: TaskFault | None = None
+        if self.stopping is None:
+            try:
+                output = self._run_output()
+            except TaskFault as fault:
+                problem = fault
+        if failed:
+            first = failed[0]
+            if first not in self._error:
+                self._fetch([first])
+            error = loads(self._error.get(first) or "null") or {"code": "failed", "message": "failed"}
+            batch.run_state = "failed"
+            batch.run_reason = "worker_lost" if error["code"] == "worker_lost" else "task_failed"
+            batch.run_error_json = canonical({**error, "taskId": self.index.tasks[first].id})
+            batch.run_output_json = output
+        elif problem is not None:
+            batch.run_state, batch.run_reason = "failed", "task_failed"
+            batch.run_error_json = canonical({**problem.as_json(), "taskId": None})
+        else:
+            batch.run_state = "succeeded"
+            batch.run_output_json = output
+
+    def _run_output(self) -> str:
+        """The declared outputs, or without any the outputs of all tasks by id."""
+        if self.index.plan.outputs:
+            scope = Scope(
+                inputs=self.inputs, vars=self.index.plan.vars, memory=_FinalMemory(self._memory), tasks=self._outputs
+            )
+            return canonical(self.index.outputs(scope))
+        missing = [p for p, digest in enumerate(self.digest) if digest is not None and p not in self._text]
+        if missing:
+            self._fetch(missing)
+        tasks = sorted((task.id, i) for i, task in enumerate(self.index.tasks) if i in self._text)
+        return "{" + ",".join(f"{canonical(task_id)}:{self._text[i]}" for task_id, i in tasks) + "}"
+
+
+class _FinalMemory(Mapping[str, Any]):
+    """Working memory after the last task."""
+
+    def __init__(self, memory: dict[str, tuple[list[int], list[str | None]]]) -> None:
+        self._memory = memory
+
+    def __getitem__(self, key: str) -> Any:
+        text = self._memory[key][1][-1]
+        if text is None:
+            raise KeyError(key)
+        return loads(text)
+
+    def __iter__(self) -> Iterator[str]:
+        return (key for key, (_, values) in self._memory.items() if values[-1] is not None)
+
+    def __len__(self) -> int:
+        return sum(1 for _ in self)
+
+
+def backoff_ms(policy: RetryPolicy, attempt: int, uniform: float, error: dict[str, Any]) -> int:
+    """How long to wait before the attempt after `attempt`: exponential, bounded, with up to a tenth of jitter.
+
+    A `retryAfterMs` in the error's details (a server has said when to come again) is a lower bound.
+    """
+    wait = min(float(policy.max_backoff_ms), policy.backoff_ms * policy.backoff_multiplier ** (attempt - 1))
+    wait += wait * 0.1 * uniform
+    details = error.get("details") or {}
+    return int(max(wait, float(details.get("retryAfterMs", 0))))

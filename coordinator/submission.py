@@ -1,0 +1,72 @@
+"""From a compiled plan to a run in the database (architecture 4, steps 1 and 2)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from agentctl.store.canonical import canonical, hex_digest
+from agentctl.store.clock import IdSource
+from agentctl.store.engine import Store
+from agentctl.store.records import NewRun
+
+from .plan import Plan
+
+if TYPE_CHECKING:
+    from .definition import LoadedDocument
+
+
+@dataclass(frozen=True, slots=True)
+class Submission:
+    """A run that exists now. `created` is false when the idempotency key gave an earlier one back."""
+
+    run_id: str
+    trace_id: str
+    state: str
+    created: bool
+
+
+def submit(
+    store: Store,
+    document: LoadedDocument,
+    plan: Plan,
+    inputs: dict[str, Any],
+    *,
+    ids: IdSource,
+    priority: int = 0,
+    idempotency_key: str | None = None,
+    base_path: Path,
+    actor: str,
+) -> Submission:
+    """Create the run of a plan, in one durable transaction.
+
+    `inputs` are the merged inputs. Raises `ConflictError` when the idempotency key belongs to other content.
+    """
+    inputs_json = canonical(inputs)
+    settings = {"actions": plan.actions, "policy": plan.policy, "showDiff": plan.show_diff}
+    new = NewRun(
+        run_id=ids.new_id("run"),
+        trace_id=ids.new_id("trace"),
+        mode="execute",
+        workflow_name=plan.workflow_name,
+        workflow_digest=plan.workflow_digest,
+        plan_digest=plan.plan_digest,
+        submission_digest=hex_digest(f"{plan.plan_digest}\n{inputs_json}\n{base_path}"),
+        workflow_json=canonical(document.workflow),
+        plan_json="".join(plan.canonical_chunks()),
+        inputs_json=inputs_json,
+        settings_json=canonical(settings),
+        base_path=str(base_path),
+        task_ids=plan.order,
+        max_concurrency=plan.max_concurrency,
+        max_deliveries=plan.max_deliveries,
+        memory={key: canonical(value) for key, value in plan.memory.items()},
+        planned_expansion_items=int(plan.budget.get("plannedExpansionItems", 0)),
+        priority=priority,
+        idempotency_key=idempotency_key,
+        actor=actor,
+    )
+    run_id, created = store.create_run(new)
+    run = store.get_run(run_id)
+    return Submission(run_id, run.trace_id, run.state, created)

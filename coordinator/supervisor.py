@@ -1,0 +1,246 @@
+"""Keeps worker processes alive: spawns, reaps, replaces with back-off, drains (architecture 3).
+
+A dead child is seen at once, by its sentinel; what it held is rescued in the same moment, and another takes its place.
+A supervisor decides nothing about runs. The entry of a worker is handed in, since this room does not know the other.
+"""
+
+from __future__ import annotations
+
+import logging
+import multiprocessing
+import os
+import signal
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from multiprocessing.process import BaseProcess
+
+from agentctl.store.clock import Clock, IdSource
+from agentctl.store.engine import Store
+from agentctl.store.errors import EnvironmentFault
+from agentctl.store.process_identity import EFFECT_MARKER
+
+from .rescue import Rescuer
+
+log = logging.getLogger(__name__)
+
+START_LIMIT_SECONDS = 30.0
+"""How long a child may take to register before it is killed and replaced."""
+
+MAX_START_FAILURES = 5
+"""Starts in a row that may fail before the supervisor gives up."""
+
+HARD_END_SECONDS = 5.0
+"""How long workers have to end their effects hard before they are killed."""
+
+BACKOFF_SECONDS = (0.0, 0.2, 0.5, 1.0, 2.0)
+
+Entry = Callable[[str, str], tuple[Callable[..., None], tuple[object, ...]]]
+"""(process id, name) -> (target, arguments) of a child."""
+
+
+@dataclass(slots=True)
+class _Child:
+    process: BaseProcess
+    process_id: str
+    slot: int
+    started: float
+    ready: bool = False
+
+
+@dataclass(slots=True)
+class _Slot:
+    name: str
+    entry: Entry
+    prefix: str
+    child: _Child | None = None
+    failures: int = 0
+    not_before: float = 0.0
+    retired: bool = False
+
+
+class Supervisor:
+    """A fixed number of slots, each with at most one live child."""
+
+    def __init__(self, store: Store, clock: Clock, ids: IdSource, rescuer: Rescuer) -> None:
+        self._store = store
+        self._clock = clock
+        self._ids = ids
+        self._rescuer = rescuer
+        self._context = multiprocessing.get_context("spawn")
+        self._slots: list[_Slot] = []
+        self._draining = False
+        self._hard_at: float | None = None
+        self._killed = False
+        self.forced = False
+
+    def add(self, name: str, entry: Entry, *, prefix: str = "worker") -> None:
+        """A slot that is filled at the next tick."""
+        self._slots.append(_Slot(name, entry, prefix))
+
+    def sentinels(self) -> list[int]:
+        """Descriptors that become readable when a child ends."""
+        return [slot.child.process.sentinel for slot in self._slots if slot.child is not None]
+
+    def children(self) -> int:
+        """Children that have not been reaped."""
+        return sum(1 for slot in self._slots if slot.child is not None)
+
+    def ready_children(self) -> int:
+        """Children that have registered."""
+        return sum(1 for slot in self._slots if slot.child is not None and slot.child.ready)
+
+    def tick(self) -> None:
+        """Reap, rescue, replace. Raises `EnvironmentFault` when children cannot be started, after having tried."""
+        for slot in self._slots:
+            child = slot.child
+            if child is None:
+                continue
+            if child.process.exitcode is not None:
+                self._reap(slot, child)
+            elif not child.ready:
+                self._see_ready(slot, child)
+        self._reap_orphans()
+        if self._draining:
+            self._press_on()
+            return
+        now = self._clock.monotonic()
+        for index, slot in enumerate(self._slots):
+            if slot.child is None and not slot.retired and now >= slot.not_before:
+                self._spawn(index, slot)
+
+    def next_due(self) -> float | None:
+        """Seconds until a tick has something to do by itself, or None."""
+        now = self._clock.monotonic()
+        due = [s.not_before - now for s in self._slots if s.child is None and not s.retired and not self._draining]
+        if any(s.child is not None and not s.child.ready for s in self._slots):
+            due.append(0.05)
+        if self._draining:
+            due.append(0.05)
+        return max(0.0, min(due)) if due else None
+
+    # -- the end ---------------------------------------------------------------------------------------------------
+
+    def drain(self, limit_seconds: float) -> None:
+        """Ask all children to finish what runs and take nothing new; after `limit_seconds` they are ended hard."""
+        if self._draining:
+            self.hurry()
+            return
+        self._draining = True
+        self._hard_at = self._clock.monotonic() + limit_seconds
+        self._signal_all(signal.SIGTERM)
+
+    def hurry(self) -> None:
+        """A second signal: running effects are ended now."""
+        self._draining = True
+        if self._killed or self.forced:
+            return
+        self.forced = True
+        self._hard_at = self._clock.monotonic() + HARD_END_SECONDS
+        # Not SIGTERM again: two of them that are pending together count as one.
+        self._signal_all(signal.SIGQUIT)
+
+    def _press_on(self) -> None:
+        if self._hard_at is None or self._clock.monotonic() < self._hard_at or self.children() == 0:
+            return
+        if not self.forced:
+            self.hurry()
+        elif not self._killed:
+            self._killed = True
+            self._signal_all(signal.SIGKILL)
+
+    def _signal_all(self, number: int) -> None:
+        for slot in self._slots:
+            if slot.child is not None and slot.child.process.pid is not None and slot.child.process.exitcode is None:
+                os.kill(slot.child.process.pid, number)
+
+    # -- children --------------------------------------------------------------------------------------------------
+
+    def _spawn(self, index: int, slot: _Slot) -> None:
+        process_id = self._ids.new_id(slot.prefix)
+        target, arguments = slot.entry(process_id, slot.name)
+        process = self._context.Process(target=target, args=arguments, name=slot.name, daemon=False)
+        try:
+            process.start()
+        except OSError as error:
+            self._start_failed(slot, f"cannot start a process: {error.strerror}")
+            return
+        slot.child = _Child(process, process_id, index, self._clock.monotonic())
+
+    def _see_ready(self, slot: _Slot, child: _Child) -> None:
+        if self._store.get_process(child.process_id) is not None:
+            child.ready = True
+            slot.failures = 0
+        elif self._clock.monotonic() - child.started > START_LIMIT_SECONDS:
+            log.warning("%s does not become ready and is replaced", slot.name)
+            child.process.kill()
+
+    def _reap(self, slot: _Slot, child: _Child) -> None:
+        code = child.process.exitcode
+        child.process.join()
+        child.process.close()
+        slot.child = None
+        row = self._store.get_process(child.process_id)
+        if row is None:
+            if not self._draining:
+                self._start_failed(slot, f"{slot.name} ended with {_how(code)} before it was ready")
+            return
+        slot.failures = 0
+        if row.stopped_at is None:
+            self._rescuer.settle([row], f"ended with {_how(code)}")
+        if row.drain_requested_at is not None:
+            slot.retired = True
+            return
+        if not self._draining:
+            lived = self._clock.monotonic() - child.started
+            # A child that lived for a while is replaced at once; one that dies again and again waits a little.
+            slot.not_before = self._clock.monotonic() + (0.0 if lived > 5.0 else 0.05)
+
+    def _start_failed(self, slot: _Slot, why: str) -> None:
+        slot.failures += 1
+        log.error("%s (start %d of %d)", why, slot.failures, MAX_START_FAILURES)
+        if slot.failures >= MAX_START_FAILURES:
+            raise EnvironmentFault(
+                f"{slot.name} cannot be started: {why}",
+                remedy="see the messages above; check memory, permissions and the database's folder",
+            )
+        slot.not_before = self._clock.monotonic() + BACKOFF_SECONDS[min(slot.failures, len(BACKOFF_SECONDS) - 1)]
+
+    def _reap_orphans(self) -> None:
+        """As a subreaper this process inherits what dead workers leave behind; zombies of it are reaped here."""
+        own = {slot.child.process.pid for slot in self._slots if slot.child is not None}
+        for _ in range(64):
+            try:
+                found = os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+            except ChildProcessError:
+                return
+            if found is None or found.si_pid in own:
+                return
+            try:
+                os.waitpid(found.si_pid, os.WNOHANG)
+            except ChildProcessError:
+                return
+
+    def all_retired(self) -> bool:
+        """Whether every slot was drained by request."""
+        return bool(self._slots) and all(slot.retired for slot in self._slots)
+
+
+def _how(code: int | None) -> str:
+    if code is not None and code < 0:
+        try:
+            return signal.Signals(-code).name
+        except ValueError:
+            return f"signal {-code}"
+    return f"exit code {code}"
+
+
+def clean_environment() -> None:
+    """A supervisor that was itself started by an effect must not hand that effect's marker to its workers."""
+    os.environ.pop(EFFECT_MARKER, None)
+
+
+def names(count: int, base: str | None) -> Iterable[str]:
+    """Names of a pool's workers: `w1`, `w2`, …, or `BASE-1`, …; a pool of one with a name bears just that name."""
+    if count == 1 and base:
+        return [base]
+    return [f"{base}-{i}" if base else f"w{i}" for i in range(1, count + 1)]

@@ -1,0 +1,78 @@
+"""Audit events and checkpoints: the append-only history of a run. Every function takes the open transaction."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from hashlib import sha256
+
+from .database import Connection
+from .errors import CorruptStore, IncompatibleVersion, NotFoundError
+from .records import AUDIT_EVENT_VERSION, CHECKPOINT_FORMAT_VERSION, Event
+
+
+def append(tx: Connection, run_id: str, events: Sequence[Event], *, actor: str, now: int) -> None:
+    """Append audit events. The run's row gives the numbers, so that they have no gaps and one order (architecture 9)."""
+    if not events:
+        return
+    count = len(events)
+    row = tx.execute(
+        "UPDATE runs SET audit_sequence = audit_sequence + ? WHERE run_id = ? RETURNING audit_sequence, trace_id",
+        (count, run_id),
+    ).fetchone()
+    if row is None:
+        raise NotFoundError(f"there is no run {run_id}")
+    first = row[0] - count + 1
+    trace = row[1]
+    tx.executemany(
+        "INSERT INTO audit_events VALUES (?,?,?,?,?,?,?,?,?)",
+        [
+            (run_id, first + i, AUDIT_EVENT_VERSION, e.event_type, e.task_id, actor, trace, e.payload_json, now)
+            for i, e in enumerate(events)
+        ],
+    )
+
+
+def checksum(previous: str, state_json: str) -> str:
+    """The link of the chain: bare hex SHA-256 over the previous checksum and the stored text."""
+    return sha256(f"{previous}\n{state_json}".encode()).hexdigest()
+
+
+def append_checkpoint(tx: Connection, run_id: str, state_json: str, *, now: int) -> None:
+    """Append what changed to the run's chain. Head sequence and checksum live in the run's row and move with it."""
+    row = tx.execute(
+        "SELECT checkpoint_sequence, checkpoint_checksum FROM runs WHERE run_id = ?", (run_id,)
+    ).fetchone()
+    if row is None:
+        raise NotFoundError(f"there is no run {run_id}")
+    sequence, previous = row[0] + 1, row[1]
+    link = checksum(previous, state_json)
+    tx.execute(
+        "INSERT INTO checkpoints VALUES (?,?,?,?,?,?,?)",
+        (run_id, sequence, CHECKPOINT_FORMAT_VERSION, previous, link, state_json, now),
+    )
+    tx.execute(
+        "UPDATE runs SET checkpoint_sequence = ?, checkpoint_checksum = ? WHERE run_id = ?", (sequence, link, run_id)
+    )
+
+
+def read_chain(tx: Connection, run_id: str) -> list[tuple[int, str, str, int]]:
+    """The verified chain of a run: (sequence, state_json, checksum, created_at), oldest first.
+
+    Raises `CorruptStore` when a link does not fit and `IncompatibleVersion` for a format from the future.
+    """
+    chain = []
+    previous = ""
+    expected = 0
+    for sequence, version, linked, link, state_json, created_at in tx.execute(
+        "SELECT sequence, format_version, previous_checksum, checksum, state_json, created_at FROM checkpoints "
+        "WHERE run_id = ? ORDER BY sequence",
+        (run_id,),
+    ):
+        if version > CHECKPOINT_FORMAT_VERSION:
+            raise IncompatibleVersion(f"checkpoint {sequence} of {run_id} has format {version}; upgrade agentctl")
+        expected += 1
+        if sequence != expected or linked != previous or checksum(previous, state_json) != link:
+            raise CorruptStore(f"checkpoint {sequence} of {run_id} does not continue the chain")
+        previous = link
+        chain.append((sequence, state_json, link, created_at))
+    return chain

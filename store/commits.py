@@ -1,0 +1,136 @@
+"""The batch commit: what a driver has decided becomes history in one transaction (architecture 5). Takes the transaction."""
+
+from __future__ import annotations
+
+from . import audit, runs, task_queue
+from .canonical import canonical
+from .database import Connection
+from .errors import ConflictError, RunMoved
+from .records import Batch, Event, Run
+from .states import RUN_FINAL
+
+
+def commit_batch(
+    tx: Connection, run: Run, batch: Batch, *, driver: str, epoch: int, revision: int, now: int
+) -> list[tuple[int, str, str]]:
+    """Write one batch in compiled order: outputs, memory, failures, enqueued attempts, audit and one checkpoint.
+
+    Raises `RunMoved`, with nothing written, unless epoch and revision are those on which the batch was decided.
+    Returns (position, state, error code) of tasks that a stop ended inside this transaction: what was never begun
+    becomes `cancelled`, what waits for an unresolved effect becomes `failed`; attempts in flight are left to finish.
+    """
+    runs.check_driver(tx, run.run_id, driver=driver, epoch=epoch, revision=revision)
+    first = run.first_task
+    if batch.readies:
+        tx.executemany(
+            "UPDATE tasks SET state = 'ready', decision_json = ?, input_digest = ?, retry_at = NULL, updated_at = ? "
+            "WHERE task_no = ?",
+            [(decision, digest, now, first + position) for decision, digest, position in batch.readies],
+        )
+    if batch.finals:
+        before = tx.total_changes()
+        tx.executemany(
+            "UPDATE tasks SET state = ?, attempt = ?, input_digest = COALESCE(?, input_digest), output_json = ?, "
+            "output_digest = ?, error_json = ?, decision_json = COALESCE(?, decision_json), delta_json = ?, "
+            "delta_digest = ?, retry_at = NULL, ended_at = ?, updated_at = ? WHERE task_no = ? AND ended_at IS NULL",
+            [(*final[:9], now, now, first + final[9]) for final in batch.finals],
+        )
+        if tx.total_changes() - before != len(batch.finals):
+            raise ConflictError("a task of this batch has ended already", run_id=run.run_id)
+    if batch.waits:
+        tx.executemany(
+            "UPDATE tasks SET state = ?, retry_at = ?, error_json = ?, updated_at = ? WHERE task_no = ?",
+            [(state, retry_at, error, now, first + position) for state, retry_at, error, position in batch.waits],
+        )
+    if batch.closed:
+        before = tx.total_changes()
+        tx.executemany(
+            "UPDATE attempts SET state = 'closed' WHERE attempt_id = ? AND state = 'finished'",
+            [(attempt_id,) for attempt_id in batch.closed],
+        )
+        if tx.total_changes() - before != len(batch.closed):
+            raise RunMoved("an attempt of this batch is no longer finished", run_id=run.run_id)
+    if batch.parked:
+        tx.executemany(
+            "UPDATE attempts SET state = 'waiting' WHERE attempt_id = ? AND state = 'finished'",
+            [(attempt_id,) for attempt_id in batch.parked],
+        )
+    if batch.superseded:
+        tx.executemany(
+            "UPDATE effects SET superseded = 1 WHERE effect_id = ?", [(effect_id,) for effect_id in batch.superseded]
+        )
+    if batch.memory:
+        tx.executemany(
+            "INSERT INTO memory_values VALUES (?,?,?,?)",
+            [(run.run_id, key, position, value) for key, position, value in batch.memory],
+        )
+    if batch.enqueues:
+        task_queue.enqueue(tx, run.run_id, first, batch.enqueues, now=now)
+    stopped: list[tuple[int, str, str]] = []
+    if batch.stop is not None:
+        stopped = _stop(tx, run, batch, reason=batch.stop, now=now)
+    state: dict[str, object] = {}
+    changes = batch.changes + [[position, to, None, None, code] for position, to, code in stopped]
+    if changes:
+        state["tasks"] = changes
+    if batch.memory:
+        state["memory"] = [list(item) for item in batch.memory]
+    events = batch.events
+    if batch.run_state is not None:
+        events = [*events, _end_run(tx, run, batch, now)]
+        state["state"] = batch.run_state
+        state["reason"] = batch.run_reason
+    audit.append(tx, run.run_id, events, actor="coordinator", now=now)
+    if state:
+        audit.append_checkpoint(tx, run.run_id, canonical(state), now=now)
+    return stopped
+
+
+def _stop(tx: Connection, run: Run, batch: Batch, *, reason: str, now: int) -> list[tuple[int, str, str]]:
+    """End everything that has not begun. Runs inside the transaction, since a worker may claim until it begins."""
+    first, last = run.first_task, run.first_task + run.task_count - 1
+    tx.execute(
+        "UPDATE attempts SET state = 'closed', outcome = COALESCE(outcome, 'cancelled') "
+        "WHERE run_id = ? AND task_no BETWEEN ? AND ? AND state IN ('ready', 'waiting')",
+        (run.run_id, first, last),
+    )
+    tx.execute(
+        "UPDATE effects SET status = 'cancelled', completed_at = ? "
+        "WHERE status IN ('requested', 'waiting_for_approval') AND attempt_id IN "
+        "(SELECT attempt_id FROM attempts WHERE run_id = ? AND task_no BETWEEN ? AND ? AND state = 'closed')",
+        (now, run.run_id, first, last),
+    )
+    error = canonical({"code": reason, "message": f"not executed: {reason}", "retryable": False})
+    ended: list[tuple[int, str, str]] = []
+    for task_no, task_id in tx.execute(
+        "UPDATE tasks SET state = 'failed', ended_at = ?, updated_at = ? "
+        "WHERE task_no BETWEEN ? AND ? AND state = 'waiting_for_effect' AND ? <> 'cancel_requested' "
+        "RETURNING task_no, task_id",
+        (now, now, first, last, reason),
+    ).fetchall():
+        ended.append((task_no - first, "failed", "uncertain_effect"))
+        batch.events.append(Event("task.transition", task_id, '{"from":"waiting_for_effect","to":"failed"}'))
+    for task_no, task_id in tx.execute(
+        "UPDATE tasks SET state = 'cancelled', ended_at = ?, updated_at = ?, retry_at = NULL, "
+        "error_json = COALESCE(error_json, ?) "
+        "WHERE task_no BETWEEN ? AND ? AND ended_at IS NULL AND state <> 'running' RETURNING task_no, task_id",
+        (now, now, error, first, last),
+    ).fetchall():
+        ended.append((task_no - first, "cancelled", reason))
+        batch.events.append(Event("task.transition", task_id, f'{{"reason":{canonical(reason)},"to":"cancelled"}}'))
+    ended.sort()
+    return ended
+
+
+def _end_run(tx: Connection, run: Run, batch: Batch, now: int) -> Event:
+    final = batch.run_state in RUN_FINAL
+    tx.execute(
+        "UPDATE runs SET state = ?, reason = ?, error_json = ?, driver = NULL, driver_lease_expires_at = NULL, "
+        "updated_at = ?, ended_at = ? WHERE run_id = ?",
+        (batch.run_state, batch.run_reason, batch.run_error_json, now, now if final else None, run.run_id),
+    )
+    tx.execute("DELETE FROM turns WHERE run_id = ?", (run.run_id,))
+    if batch.run_output_json is not None:
+        tx.execute("INSERT OR REPLACE INTO run_outputs VALUES (?,?)", (run.run_id, batch.run_output_json))
+    payload = {"from": "running", "to": batch.run_state, "reason": batch.run_reason}
+    return Event("run.state", None, canonical(payload))

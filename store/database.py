@@ -1,0 +1,378 @@
+"""One connection to the database: opening, transactions, durability.
+
+    with database.write() as tx:      gate, BEGIN IMMEDIATE, COMMIT        (others see it; a power cut may undo it)
+    with database.write(durable=True) as tx:  the same, then fdatasync     (promised)
+    with database.read() as tx:       one consistent snapshot, never blocked by writers
+
+No statement runs outside these two. A foreign process that locks the file costs time, never an error: the holder of the
+gate asks again every 2 ms for as long as it takes. The schema's version is compared in every transaction.
+
+Durability: commits run with `synchronous=NORMAL` inside the gate; `write(durable=True)` leaves the gate and then syncs
+SQLite's own WAL descriptor, so that others commit meanwhile and one sync serves many (architecture 6). Where that
+descriptor cannot be found, `synchronous=FULL` is used instead.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from types import TracebackType
+
+import apsw
+
+from . import filesystem, migrate
+from .clock import Clock
+from .errors import (
+    AgentctlError,
+    ConflictError,
+    CorruptStore,
+    EnvironmentFault,
+    IncompatibleVersion,
+    NotFoundError,
+)
+from .gate import Gate
+
+Connection = apsw.Connection
+
+BUSY_POLL_SECONDS = 0.002
+READ_PATIENCE_SECONDS = 60.0
+
+_opening = threading.Lock()
+_open_here: dict[str, int] = {}
+
+
+class SyncFailed(EnvironmentFault):
+    """The disk refused to make a commit durable. What was promised cannot be kept: the process has to end."""
+
+
+class Database:
+    """A connection and its gate. One thread uses it; other threads and processes open their own."""
+
+    def __init__(
+        self,
+        path: Path,
+        clock: Clock,
+        *,
+        create: bool = False,
+        cache_kib: int = 4096,
+        end_stuck: Callable[[int], str | None] | None = None,
+        vfs: str | None = None,
+        sync: Callable[[], None] | None = None,
+    ) -> None:
+        """Open the database at `path`.
+
+        Raises `EnvironmentFault` (network filesystem, permissions, disk), `IncompatibleVersion` (newer schema, or the
+        file of another program: it is left untouched), `CorruptStore`, and `NotFoundError` if it is missing and
+        `create` is false. `vfs` and `sync` are for tests that cut the power.
+        """
+        self.path = path.absolute()
+        self.clock = clock
+        self._sync_by_test = sync
+        self._wal_fd: int | None = None  # until it is found, commits are synchronous
+        filesystem.require_local(self.path)
+        if not self.path.exists():
+            if not create:
+                raise NotFoundError(
+                    f"there is no database at {self.path}",
+                    remedy="give its place with --db PATH or AGENTCTL_DB; `agentctl run FILE` makes one",
+                )
+            filesystem.prepare_folder(self.path.parent)
+        elif not self.path.is_file():
+            raise EnvironmentFault(f"{self.path} is not a file", remedy="choose another place with --db PATH")
+        if not os.access(self.path.parent, os.W_OK | os.X_OK) or (
+            self.path.exists() and not os.access(self.path, os.R_OK | os.W_OK)
+        ):
+            raise EnvironmentFault(
+                f"no permission to read and write {self.path}",
+                remedy="run as the user who owns it, or choose another place with --db PATH",
+            )
+        with _opening:
+            self._connect(cache_kib, vfs, end_stuck)
+
+    # -- opening ---------------------------------------------------------------------------------------------------
+
+    def _connect(self, cache_kib: int, vfs: str | None, end_stuck: Callable[[int], str | None] | None) -> None:
+        key = os.path.realpath(self.path)
+        try:
+            if not _open_here.get(key):
+                self._look_before_touching()
+            fds_before = self._wal_descriptors()
+            # The file and its companions are born private; opening them ourselves would drop SQLite's locks.
+            old_umask = os.umask(0o077)
+            try:
+                self.connection = apsw.Connection(
+                    str(self.path),
+                    flags=apsw.SQLITE_OPEN_READWRITE | apsw.SQLITE_OPEN_CREATE,
+                    vfs=vfs,
+                    statementcachesize=256,
+                )
+            finally:
+                os.umask(old_umask)
+        except apsw.Error as error:
+            raise self._translate(error) from error
+        self.gate = Gate(self.path.with_name(self.path.name + ".gate"), end_stuck or (lambda pid: "not ours"))
+        _open_here[key] = _open_here.get(key, 0) + 1
+        self._key = key
+        try:
+            self.connection.execute(f"PRAGMA cache_size = -{int(cache_kib)}")
+            self.connection.execute("PRAGMA foreign_keys = ON")
+            self._prepare_schema()
+            self.connection.execute("PRAGMA wal_autocheckpoint = 2000")
+            self.connection.execute("PRAGMA journal_size_limit = 16777216")
+            self._user_version()
+            self._wal_fd = self._find_wal(fds_before)
+            level = "NORMAL" if self._wal_fd is not None or self._sync_by_test is not None else "FULL"
+            self.connection.execute(f"PRAGMA synchronous = {level}")
+        except apsw.Error as error:
+            self.close()
+            raise self._translate(error) from error
+        except BaseException:
+            self.close()
+            raise
+
+    def _look_before_touching(self) -> None:
+        """Refuse the file of another program, or of a newer version, before anything of it could change."""
+        if not self.path.exists() or self.path.stat().st_size == 0:
+            return
+        from urllib.parse import quote
+
+        connection = apsw.Connection(
+            f"file:{quote(str(self.path))}?immutable=1", flags=apsw.SQLITE_OPEN_READONLY | apsw.SQLITE_OPEN_URI
+        )
+        try:
+            application = _pragma(connection, "application_id")
+            version = _pragma(connection, "user_version")
+            tables = _scalar(connection, "SELECT COUNT(*) FROM sqlite_master")
+        finally:
+            connection.close()
+        if application != migrate.APPLICATION_ID and (application or version or tables):
+            raise IncompatibleVersion(
+                f"{self.path} is the database of another program; it was left untouched",
+                remedy="choose another place with --db PATH",
+            )
+        migrate.refuse_newer(version, self.path)
+
+    def _prepare_schema(self) -> None:
+        version = self._user_version()
+        migrate.refuse_newer(version, self.path)
+        if version < migrate.LATEST:
+            migrate.migrate(self)
+        mode = str(_scalar(self.connection, "PRAGMA journal_mode"))
+        if mode != "wal":
+            raise CorruptStore(
+                f"{self.path} is in journal mode {mode!r}, not in WAL mode",
+                remedy="end every program that uses it; agentctl sets the mode when it makes a database",
+            )
+
+    def _user_version(self) -> int:
+        deadline = self.clock.monotonic() + READ_PATIENCE_SECONDS
+        while True:
+            try:
+                return _pragma(self.connection, "user_version")
+            except apsw.BusyError:
+                if self.clock.monotonic() > deadline:
+                    raise
+                self.clock.sleep(BUSY_POLL_SECONDS)
+
+    def _wal_descriptors(self) -> set[int]:
+        wal = os.path.realpath(self.path) + "-wal"
+        found = set()
+        try:
+            for name in os.listdir("/proc/self/fd"):
+                try:
+                    if os.readlink(f"/proc/self/fd/{name}") == wal:
+                        found.add(int(name))
+                except OSError:
+                    continue
+        except OSError:
+            return set()
+        return found
+
+    def _find_wal(self, before: set[int]) -> int | None:
+        """The WAL descriptor of this very connection; another's could be closed behind our back."""
+        new = self._wal_descriptors() - before
+        return new.pop() if len(new) == 1 else None
+
+    def close(self) -> None:
+        """Close the connection; open transactions are rolled back."""
+        if self._key is not None:
+            _open_here[self._key] -= 1
+            self._key = None
+            self.connection.close()
+            self.gate.close()
+
+    _key: str | None = None
+
+    # -- transactions ----------------------------------------------------------------------------------------------
+
+    def write(self, *, durable: bool = False) -> _Write:
+        """A writing transaction: commits at the end of the block, rolls back when it raises."""
+        return _Write(self, durable)
+
+    def read(self) -> _Read:
+        """A reading transaction: one snapshot for the whole block. Keep it short: it holds back the WAL."""
+        return _Read(self)
+
+    def data_version(self) -> int:
+        """A number that changes when another connection has committed; cheap enough to ask often."""
+        return _pragma(self.connection, "data_version")
+
+    def sync(self) -> None:
+        """Make every commit of this connection durable. Raises `SyncFailed`."""
+        if self._sync_by_test is not None:
+            self._sync_by_test()
+        elif self._wal_fd is not None:
+            try:
+                os.fdatasync(self._wal_fd)
+            except OSError as error:
+                raise SyncFailed(
+                    f"the disk under {self.path} failed to sync: {error.strerror}",
+                    remedy="check the disk; nothing that was not yet promised has been started",
+                ) from error
+
+    def begin(self) -> None:
+        """Take the gate and the write lock."""
+        self.gate.acquire()
+        try:
+            try:
+                self.connection.execute("BEGIN IMMEDIATE")
+            except apsw.BusyError:
+                self._begin_behind_foreigner()
+            version = _pragma(self.connection, "user_version")
+            if version != migrate.LATEST and version != 0:
+                self.connection.execute("ROLLBACK")
+                migrate.refuse_newer(version, self.path)
+                raise IncompatibleVersion(f"the schema of {self.path} changed while this process ran")
+        except apsw.Error as error:
+            self.gate.release()
+            raise self._translate(error) from error
+        except BaseException:
+            self.gate.release()
+            raise
+
+    def _begin_behind_foreigner(self) -> None:
+        """A process outside the gate (a shell, a backup) has the lock. Ask again until it is gone: it costs time only."""
+        from tenacity import Retrying, retry_if_exception_type, wait_fixed
+
+        for attempt in Retrying(
+            retry=retry_if_exception_type(apsw.BusyError),
+            wait=wait_fixed(BUSY_POLL_SECONDS),
+            sleep=self.clock.sleep,
+        ):
+            with attempt:
+                self.connection.execute("BEGIN IMMEDIATE")
+
+    def _translate(self, error: apsw.Error) -> AgentctlError:
+        return translate(error, self.path)
+
+
+def translate(error: apsw.Error, path: Path) -> AgentctlError:
+    """What an error of SQLite means to a person."""
+    if isinstance(error, apsw.CorruptError | apsw.NotADBError):
+        return CorruptStore(
+            f"{path} is damaged or is no SQLite database: {error}",
+            remedy="restore a backup; keep the damaged file for a rescue with `sqlite3 FILE .recover`",
+        )
+    if isinstance(error, apsw.FullError):
+        return EnvironmentFault(f"the disk under {path} is full", remedy="free some space and run the command again")
+    if isinstance(error, apsw.ReadOnlyError | apsw.CantOpenError | apsw.PermissionsError | apsw.AuthError):
+        return EnvironmentFault(
+            f"{path} cannot be opened for writing: {error}", remedy="check permissions of the file and its folder"
+        )
+    if isinstance(error, apsw.IOError):
+        return EnvironmentFault(f"the disk under {path} failed: {error}", remedy="check the disk, then run again")
+    if isinstance(error, apsw.ConstraintError):
+        return ConflictError(f"the database refused an inconsistent change: {error}")
+    if isinstance(error, apsw.BusyError):
+        return EnvironmentFault(f"{path} stayed locked by another program", remedy="end that program")
+    return CorruptStore(f"SQLite reports: {error}")
+
+
+class _Write:
+    __slots__ = ("_database", "_durable")
+
+    def __init__(self, database: Database, durable: bool) -> None:
+        self._database = database
+        self._durable = durable
+
+    def __enter__(self) -> Connection:
+        self._database.begin()
+        return self._database.connection
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        database = self._database
+        connection = database.connection
+        try:
+            if kind is None:
+                connection.execute("COMMIT")
+            elif connection.in_transaction:
+                connection.execute("ROLLBACK")
+        except apsw.Error as failure:
+            if connection.in_transaction:
+                connection.execute("ROLLBACK")
+            raise database._translate(failure) from failure
+        finally:
+            database.gate.release()
+        if kind is None:
+            if self._durable:
+                database.sync()
+        elif isinstance(error, apsw.Error):
+            raise database._translate(error) from error
+
+
+class _Read:
+    __slots__ = ("_database",)
+
+    def __init__(self, database: Database) -> None:
+        self._database = database
+
+    def __enter__(self) -> Connection:
+        database = self._database
+        connection = database.connection
+        deadline = None
+        while True:
+            try:
+                connection.execute("BEGIN")
+                version = _pragma(connection, "user_version")
+                break
+            except apsw.BusyError as error:
+                # Only while another process recovers or resets the WAL; never because of a writer.
+                if connection.in_transaction:
+                    connection.execute("ROLLBACK")
+                now = database.clock.monotonic()
+                deadline = deadline or now + READ_PATIENCE_SECONDS
+                if now > deadline:
+                    raise database._translate(error) from error
+                database.clock.sleep(BUSY_POLL_SECONDS)
+            except apsw.Error as error:
+                if connection.in_transaction:
+                    connection.execute("ROLLBACK")
+                raise database._translate(error) from error
+        if version != migrate.LATEST:
+            connection.execute("ROLLBACK")
+            migrate.refuse_newer(version, database.path)
+            raise IncompatibleVersion(f"the schema of {database.path} changed while this process ran")
+        return connection
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        connection = self._database.connection
+        if connection.in_transaction:
+            connection.execute("COMMIT" if kind is None else "ROLLBACK")
+        if isinstance(error, apsw.Error):
+            raise self._database._translate(error) from error
+
+
+def _scalar(connection: Connection, sql: str) -> object:
+    row = connection.execute(sql).fetchone()
+    return row[0] if row else None
+
+
+def _pragma(connection: Connection, name: str) -> int:
+    value = _scalar(connection, f"PRAGMA {name}")
+    return value if isinstance(value, int) else 0

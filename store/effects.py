@@ -1,0 +1,192 @@
+"""The effect ledger: request, start, confirm, uncertain (seed; contract 5). Every function takes the open transaction.
+
+A request is committed as `started` before its executor runs, so whatever happens afterwards the ledger knows that it
+may have happened. A final status never changes; the database refuses it.
+"""
+
+from __future__ import annotations
+
+from . import ledger
+from .canonical import canonical
+from .database import Connection
+from .errors import ConflictError, IncompatibleVersion, LeaseLost
+from .records import (
+    EFFECT_FORMAT_VERSION,
+    EffectEnd,
+    EffectRequest,
+    Event,
+    Fence,
+    RecordedEffect,
+    StartedEffect,
+    StartRefused,
+)
+
+
+def start(
+    tx: Connection, fence: Fence, request: EffectRequest, *, now: int
+) -> tuple[StartedEffect | RecordedEffect | StartRefused, str, list[Event]]:
+    """Request, reserve and start an effect, or tell why it must not be dispatched (architecture 4, step 5).
+
+    Everything that may forbid the start is looked at in this transaction: the fence, cancellation, pause, deadline and
+    budget. Returns the answer, the run and the audit events. Raises `LeaseLost` when the fence does not hold, and
+    `ConflictError` when the row of this ordinal belongs to another input.
+    """
+    row = tx.execute(
+        "SELECT a.state, a.delivery, a.holder, a.run_id, a.task_id, a.number, r.state, r.cancel_requested_at, "
+        "r.pause_requested_at, r.deadline_at, r.trace_id FROM attempts a JOIN runs r USING (run_id) "
+        "WHERE a.attempt_id = ?",
+        (fence.attempt_id,),
+    ).fetchone()
+    if row is None or row[0] != "claimed" or row[1] != fence.delivery or row[2] != fence.holder:
+        raise LeaseLost(f"attempt {fence.attempt_id}, delivery {fence.delivery} was taken away")
+    run_id, task_id, number, run_state, cancelled, paused, deadline, trace_id = row[3:]
+    existing = tx.execute(
+        "SELECT effect_id, format_version, status, result_json, error_json, dispatches FROM effects "
+        "WHERE attempt_id = ? AND ordinal = ?",
+        (fence.attempt_id, request.ordinal),
+    ).fetchone()
+    if existing is not None:
+        effect_id, version, status, result_json, error_json, dispatches = existing
+        if version > EFFECT_FORMAT_VERSION:
+            raise IncompatibleVersion(f"effect {effect_id} has format {version}; upgrade agentctl", run_id=run_id)
+        if effect_id != request.effect_id:
+            raise ConflictError(
+                f"effect {request.ordinal} of {task_id} was requested with another input before; it is not sent again",
+                run_id=run_id,
+            )
+        if status in ("succeeded", "failed", "cancelled", "uncertain"):
+            return RecordedEffect(status, result_json, error_json), run_id, []
+        if status == "started":
+            raise LeaseLost(f"effect {effect_id} is in flight already")
+    else:
+        dispatches = 0
+    if run_state != "running" or cancelled is not None:
+        return StartRefused("cancel_requested"), run_id, []
+    if paused is not None:
+        return StartRefused("paused"), run_id, []
+    if deadline is not None and now > deadline:
+        return StartRefused("deadline"), run_id, []
+    dispatch = dispatches + 1
+    denied = ledger.reserve(tx, run_id, request.effect_id, dispatch, request.estimate)
+    if denied is not None:
+        return StartRefused("budget", denied), run_id, []
+    events: list[Event] = []
+    if existing is None:
+        tx.execute(
+            "INSERT INTO effects (effect_id, format_version, run_id, task_id, attempt_id, attempt, ordinal, operation, "
+            "effect_class, risk, idempotency, idempotency_key, input_digest, input_json, expected_json, trace_id, "
+            "status, dispatches, requested_at, started_at) "
+            "VALUES (?,?,?,?,?,?,?,?,?,?,?,?,?,?,?,?,'started',1,?,?)",
+            (
+                request.effect_id,
+                EFFECT_FORMAT_VERSION,
+                run_id,
+                task_id,
+                fence.attempt_id,
+                number,
+                request.ordinal,
+                request.operation,
+                request.effect_class,
+                request.risk,
+                request.idempotency,
+                request.effect_id,
+                request.input_digest,
+                request.input_json,
+                request.expected_json,
+                trace_id,
+                now,
+                now,
+            ),
+        )
+        events.append(
+            Event(
+                "effect.requested",
+                task_id,
+                f'{{"effectId":"{request.effect_id}","inputDigest":"{request.input_digest}",'
+                f'"operation":{canonical(request.operation)}}}',
+            )
+        )
+    else:
+        tx.execute(
+            "UPDATE effects SET status = 'started', dispatches = ?, started_at = ? WHERE effect_id = ?",
+            (dispatch, now, request.effect_id),
+        )
+    events.append(
+        Event("effect.started", task_id, f'{{"dispatch":{dispatch},"effectId":"{request.effect_id}"}}')
+    )
+    return StartedEffect(dispatch), run_id, events
+
+
+def end(tx: Connection, run_id: str, task_id: str, finish: EffectEnd, *, now: int) -> Event:
+    """Record how a dispatch ended (see `EffectEnd`) and settle its budget. The row must be `started`: a guarded update."""
+    if finish.status == "lost":
+        return back_to_requested(tx, finish.effect_id, task_id, reason="ended before it was done")
+    if finish.status in ("requested", "cancelled"):
+        tx.execute(
+            "UPDATE effects SET status = 'requested', dispatches = dispatches - 1 "
+            "WHERE effect_id = ? AND status = 'started'",
+            (finish.effect_id,),
+        )
+        _require_one(tx, finish.effect_id)
+        ledger.release(tx, run_id, finish.effect_id, finish.dispatch)
+        if finish.status == "cancelled":
+            tx.execute(
+                "UPDATE effects SET status = 'cancelled', completed_at = ? WHERE effect_id = ?", (now, finish.effect_id)
+            )
+            return Event("effect.cancelled", task_id, f'{{"effectId":"{finish.effect_id}"}}')
+        return Event("effect.not_dispatched", task_id, f'{{"effectId":"{finish.effect_id}"}}')
+    tx.execute(
+        "UPDATE effects SET status = ?, confirmed = ?, result_json = ?, error_json = ?, notes_json = ?, "
+        "completed_at = ? WHERE effect_id = ? AND status = 'started'",
+        (
+            finish.status,
+            1 if finish.status == "succeeded" else 0,
+            finish.result_json,
+            finish.error_json,
+            finish.notes_json,
+            now,
+            finish.effect_id,
+        ),
+    )
+    _require_one(tx, finish.effect_id)
+    if finish.status != "uncertain":
+        ledger.settle(tx, run_id, finish.effect_id, finish.dispatch, finish.usage)
+    return Event("effect." + finish.status, task_id, f'{{"effectId":"{finish.effect_id}"}}')
+
+
+def _require_one(tx: Connection, effect_id: str) -> None:
+    if tx.changes() != 1:
+        raise LeaseLost(f"effect {effect_id} is no longer started; its end is not recorded")
+
+
+def back_to_requested(tx: Connection, effect_id: str, task_id: str, *, reason: str) -> Event:
+    """A lost dispatch that may be repeated: `started -> requested`. What it reserved stays charged (architecture 4)."""
+    row = tx.execute(
+        "UPDATE effects SET status = 'requested' WHERE effect_id = ? AND status = 'started' "
+        "RETURNING run_id, dispatches",
+        (effect_id,),
+    ).fetchone()
+    if row is None:
+        raise ConflictError(f"effect {effect_id} is not started")
+    ledger.charge_lost(tx, row[0], effect_id, row[1])
+    return Event("effect.requested", task_id, canonical({"effectId": effect_id, "reason": reason, "again": True}))
+
+
+def mark_uncertain(tx: Connection, effect_id: str, task_id: str, *, reason: str, now: int) -> Event:
+    """`started -> uncertain`: nobody knows whether it happened. Its reservation stays until it is reconciled."""
+    tx.execute(
+        "UPDATE effects SET status = 'uncertain', completed_at = ?, error_json = ? "
+        "WHERE effect_id = ? AND status = 'started'",
+        (now, canonical({"code": "uncertain_effect", "message": reason, "retryable": False}), effect_id),
+    )
+    if tx.changes() != 1:
+        raise ConflictError(f"effect {effect_id} is not started")
+    return Event("effect.uncertain", task_id, canonical({"effectId": effect_id, "reason": reason}))
+
+
+def expected_of(tx: Connection, attempt_id: int, ordinal: int) -> str | None:
+    """What an earlier delivery of this attempt recorded as expected for this ordinal, or None."""
+    row = tx.execute(
+        "SELECT expected_json FROM effects WHERE attempt_id = ? AND ordinal = ?", (attempt_id, ordinal)
+    ).fetchone()
+    return row[0] if row else None

@@ -1,0 +1,453 @@
+"""All verbs of the store: each method is one transaction that may be run again, and shows no handle (architecture 9).
+
+Reading order: `database` (transactions), `runs`, `task_queue`, `effects`, `ledger`, `commits`, `audit`, `processes`,
+`views`. A method that promises something returns only when it is on the disk; the others say so.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from . import audit, commits, effects, process_identity, processes, runs, task_queue
+from .clock import Clock
+from .database import Database
+from .errors import NotFoundError
+from .records import (
+    AttemptEnd,
+    Batch,
+    Claim,
+    EffectEnd,
+    EffectRequest,
+    Event,
+    Fence,
+    FinishedAttempt,
+    LiveAttempt,
+    NewRun,
+    ProcessRow,
+    RecordedEffect,
+    Run,
+    RunDocuments,
+    StartedEffect,
+    StartRefused,
+    TaskRow,
+)
+from .wakeups import WakeFolder
+
+log = logging.getLogger(__name__)
+
+BATCH_RESULTS = 256
+BATCH_BYTES = 8 * 1024 * 1024
+
+
+@dataclass(frozen=True, slots=True)
+class RunSnapshot:
+    """Everything a driver needs to go on with a run, from one snapshot."""
+
+    run: Run
+    tasks: list[TaskRow]
+    live: list[LiveAttempt]
+    memory: list[tuple[str, int, str | None]]
+
+
+class Store:
+    """One connection with all verbs. Each thread opens its own."""
+
+    def __init__(
+        self,
+        path: Path,
+        clock: Clock,
+        *,
+        create: bool = False,
+        cache_kib: int = 4096,
+        vfs: str | None = None,
+        sync: Callable[[], None] | None = None,
+    ) -> None:
+        """Open the store at `path`; errors as for `Database`."""
+        self.clock = clock
+        self.database = Database(
+            path, clock, create=create, cache_kib=cache_kib, end_stuck=self._end_stuck, vfs=vfs, sync=sync
+        )
+        self.path = self.database.path
+        self.wakes = WakeFolder(self.path)
+
+    def close(self) -> None:
+        """Close the connection."""
+        self.wakes.close()
+        self.database.close()
+
+    def _end_stuck(self, pid: int) -> str | None:
+        """Kill `pid`, which holds the gate without end, if it is one of this database's processes (architecture 6)."""
+        identity = process_identity.of(pid)
+        if identity is None:
+            return "it is gone"
+        other = Database(self.path, self.clock)
+        try:
+            with other.read() as tx:
+                known = {row.identity for row in processes.live(tx)}
+        finally:
+            other.close()
+        if identity.as_text() not in known:
+            return f"it is no agentctl process of this database (pid {pid})"
+        return None if process_identity.kill(identity, signal.SIGKILL) else f"no permission to end pid {pid}"
+
+    # -- runs ------------------------------------------------------------------------------------------------------
+
+    def create_run(self, new: NewRun) -> tuple[str, bool]:
+        """Create a run; (run id, created). Durable when it returns. See `runs.create_run`."""
+        with self.database.write(durable=True) as tx:
+            return runs.create_run(tx, new, now=self.clock.now())
+
+    def get_run(self, run_id: str) -> Run:
+        """The run's row; `NotFoundError`, `IncompatibleVersion`."""
+        with self.database.read() as tx:
+            return runs.get(tx, run_id)
+
+    def run_head(self, run_id: str) -> tuple[int, int, str | None, str]:
+        """(epoch, revision, driver, state) of a run."""
+        with self.database.read() as tx:
+            return runs.head(tx, run_id)
+
+    def run_documents(self, run_id: str) -> RunDocuments:
+        """The immutable texts of a run."""
+        with self.database.read() as tx:
+            return runs.documents(tx, run_id)
+
+    def run_settings(self, run_id: str) -> tuple[str, str]:
+        """(settings_json, base_path) of a run."""
+        with self.database.read() as tx:
+            return runs.settings(tx, run_id)
+
+    def run_output(self, run_id: str) -> str | None:
+        """The output of a run as canonical JSON."""
+        with self.database.read() as tx:
+            return runs.output(tx, run_id)
+
+    def open_runs(self) -> list[Run]:
+        """Runs in state `running`, oldest first."""
+        with self.database.read() as tx:
+            return runs.open_runs(tx)
+
+    def snapshot(self, run_id: str) -> RunSnapshot:
+        """The state of a run for its driver, from one snapshot."""
+        with self.database.read() as tx:
+            run = runs.get(tx, run_id)
+            return RunSnapshot(
+                run,
+                runs.task_rows(tx, run),
+                task_queue.live_attempts(tx, run_id, run.first_task, run.task_count),
+                runs.memory_rows(tx, run_id),
+            )
+
+    def task_outputs(self, run: Run, positions: list[int]) -> dict[int, tuple[str | None, str | None]]:
+        """(output_json, error_json) by position."""
+        with self.database.read() as tx:
+            return runs.task_outputs(tx, run, positions)
+
+    def take_run(
+        self, run_id: str, *, driver: str, epoch: int, lease_ms: int, resume: bool = False, actor: str = "coordinator"
+    ) -> int | None:
+        """Become the driver of a run; the new epoch, or None when somebody else was faster. Durable."""
+        with self.database.write(durable=True) as tx:
+            return runs.take_run(
+                tx,
+                run_id,
+                driver=driver,
+                epoch=epoch,
+                lease_ms=lease_ms,
+                resume=resume,
+                actor=actor,
+                now=self.clock.now(),
+            )
+
+    def leave_run(self, run_id: str, *, driver: str, epoch: int) -> None:
+        """Give a run back."""
+        with self.database.write() as tx:
+            runs.leave_run(tx, run_id, driver=driver, epoch=epoch)
+
+    def request_cancel(self, run_id: str, *, reason: str, actor: str) -> tuple[bool, str]:
+        """Set the cancel flag; (requested, state). Durable. No effect of the run starts after it returns."""
+        with self.database.write(durable=True) as tx:
+            return runs.request_cancel(tx, run_id, reason=reason, actor=actor, now=self.clock.now())
+
+    def stop_signals(self, run_id: str) -> tuple[bool, bool, int | None]:
+        """(cancel requested, pause requested, deadline)."""
+        with self.database.read() as tx:
+            return runs.stop_signals(tx, run_id)
+
+    # -- the driver ------------------------------------------------------------------------------------------------
+
+    def finished_attempts(self, run: Run) -> tuple[list[FinishedAttempt], bool]:
+        """Results that wait for their commit, one batch of them, and whether more are there."""
+        with self.database.read() as tx:
+            return task_queue.finished(
+                tx, run.run_id, run.first_task, limit=BATCH_RESULTS, max_bytes=BATCH_BYTES
+            )
+
+    def runs_with_finished(self) -> list[str]:
+        """Runs that have results to commit."""
+        with self.database.read() as tx:
+            return task_queue.runs_with_finished(tx)
+
+    def commit_batch(
+        self, run: Run, batch: Batch, *, driver: str, epoch: int, revision: int
+    ) -> list[tuple[int, str, str]]:
+        """Commit one batch (see `commits.commit_batch`), durably, and wake as many workers as it gives work to."""
+        sleepers: list[str] = []
+        with self.database.write(durable=True) as tx:
+            stopped = commits.commit_batch(
+                tx, run, batch, driver=driver, epoch=epoch, revision=revision, now=self.clock.now()
+            )
+            if batch.enqueues:
+                sleepers = processes.idle_workers(tx, len(batch.enqueues))
+        for sleeper in sleepers:
+            self.wakes.wake(sleeper)
+        return stopped
+
+    def wake_workers(self, limit: int = 1000) -> None:
+        """Call idle workers: there may be work."""
+        with self.database.read() as tx:
+            sleepers = processes.idle_workers(tx, limit)
+        for sleeper in sleepers:
+            self.wakes.wake(sleeper)
+
+    def wake_everybody(self) -> None:
+        """Call every live process: something that all have to see (a cancel) has happened."""
+        with self.database.read() as tx:
+            rows = processes.live(tx)
+        for row in rows:
+            self.wakes.wake(row.process_id)
+
+    def wake_driver(self, run_id: str) -> None:
+        """Call whoever drives a run."""
+        with self.database.read() as tx:
+            driver = runs.get(tx, run_id).driver
+        if driver is not None:
+            self.wakes.wake(driver)
+
+    # -- workers ---------------------------------------------------------------------------------------------------
+
+    def has_ready(self, only_run: str | None) -> bool:
+        """Whether a claim would find something; takes no lock."""
+        with self.database.read() as tx:
+            return task_queue.has_ready(tx, only_run)
+
+    def claim(self, holder: str, *, only_run: str | None, lease_ms: int, awake: bool) -> Claim | None:
+        """Claim the next attempt, or None. Not durable by itself: the start of its effect is.
+
+        With `awake` the worker was idle, and its row says so no longer when it has got something.
+        """
+        now = self.clock.now()
+        with self.database.write() as tx:
+            claimed = self._claim(tx, holder, only_run, lease_ms, now, None, [])
+            if awake and claimed is not None:
+                processes.set_state(tx, holder, "busy", now=now)
+        return claimed
+
+    def start_effect(
+        self, fence: Fence, request: EffectRequest, *, previous: EffectEnd | None, task_id: str
+    ) -> StartedEffect | RecordedEffect | StartRefused:
+        """Record the end of the previous effect and start the next one, in one transaction. Durable: dispatch may follow.
+
+        Raises `LeaseLost`, `ConflictError` (see `effects.start`) and `SyncFailed`, after which nothing is dispatched.
+        """
+        now = self.clock.now()
+        with self.database.write(durable=True) as tx:
+            answer, run_id, events = effects.start(tx, fence, request, now=now)
+            if previous is not None:
+                events.insert(0, effects.end(tx, run_id, task_id, previous, now=now))
+            audit.append(tx, run_id, events, actor=fence.holder, now=now)
+        return answer
+
+    def finish(
+        self,
+        claim: Claim,
+        end: AttemptEnd,
+        *,
+        effect: EffectEnd | None,
+        next_claim: bool,
+        only_run: str | None,
+        lease_ms: int,
+    ) -> tuple[Claim | None, str | None]:
+        """Confirm the last effect, finish the attempt and claim the next one: one transaction (architecture 4, step 7).
+
+        Returns (next claim, driver of the finished run). It becomes durable with the next start, or before the worker
+        rests: until then a power cut may undo it, and the effect is then `started` and unconfirmed, as it was.
+        Raises `LeaseLost`, with nothing changed, when the delivery is over.
+        """
+        now = self.clock.now()
+        with self.database.write(durable=not next_claim) as tx:
+            events: list[Event] = []
+            if effect is not None:
+                events.append(effects.end(tx, claim.run_id, claim.task_id, effect, now=now))
+            task_queue.finish(tx, claim.fence, end, now=now)
+            events.append(
+                Event(
+                    "attempt.finished",
+                    claim.task_id,
+                    f'{{"attempt":{claim.number},"delivery":{claim.fence.delivery},"outcome":"{end.outcome}"}}',
+                )
+            )
+            driver = runs.head(tx, claim.run_id)[2]
+            if not next_claim:
+                audit.append(tx, claim.run_id, events, actor=claim.fence.holder, now=now)
+                return None, driver
+            return self._claim(tx, claim.fence.holder, only_run, lease_ms, now, claim.run_id, events), driver
+
+    def _claim(
+        self,
+        tx: commits.Connection,
+        holder: str,
+        only_run: str | None,
+        lease_ms: int,
+        now: int,
+        run_id: str | None,
+        events: list[Event],
+    ) -> Claim | None:
+        claimed: list[tuple[str, Event]] = []
+        following = task_queue.claim(tx, holder, only_run=only_run, lease_ms=lease_ms, now=now, events=claimed)
+        for claimed_run, event in claimed:
+            if claimed_run == run_id:
+                events.append(event)
+            else:
+                audit.append(tx, claimed_run, [event], actor=holder, now=now)
+        if run_id is not None:
+            audit.append(tx, run_id, events, actor=holder, now=now)
+        return following
+
+    def release(self, claim: Claim, *, effect: EffectEnd | None, reason: str) -> None:
+        """Give back a claim; see `task_queue.release`. Durable."""
+        now = self.clock.now()
+        with self.database.write(durable=True) as tx:
+            events = []
+            if effect is not None:
+                events.append(effects.end(tx, claim.run_id, claim.task_id, effect, now=now))
+            events.append(task_queue.release(tx, claim.fence, reason=reason, now=now))
+            audit.append(tx, claim.run_id, events, actor=claim.fence.holder, now=now)
+
+    def recorded_expectation(self, attempt_id: int, ordinal: int) -> str | None:
+        """What an earlier delivery recorded as expected for this ordinal."""
+        with self.database.read() as tx:
+            return effects.expected_of(tx, attempt_id, ordinal)
+
+    def renew(self, process_id: str, fence: Fence | None, *, lease_ms: int, rss: int, done: int, failed: int) -> tuple[bool, bool]:
+        """Heartbeat of a process and, with a fence, renewal of its lease: (lease still held, asked to drain)."""
+        now = self.clock.now()
+        with self.database.write() as tx:
+            drain = processes.heartbeat(tx, process_id, rss_bytes=rss, done=done, failed=failed, now=now)
+            held = fence is None or task_queue.renew(tx, fence, lease_ms=lease_ms, now=now)
+        return held, drain
+
+    # -- processes and rescue --------------------------------------------------------------------------------------
+
+    def register(self, row: ProcessRow) -> None:
+        """A process begins to work here."""
+        with self.database.write() as tx:
+            processes.register(tx, row)
+
+    def set_process_state(self, process_id: str, state: str, *, durable: bool = False) -> None:
+        """`idle`, `busy`, `draining` or `stopped`."""
+        with self.database.write(durable=durable) as tx:
+            processes.set_state(tx, process_id, state, now=self.clock.now())
+
+    def request_drain(self, process_id: str) -> bool:
+        """Ask a process to drain; False when it has ended."""
+        with self.database.write(durable=True) as tx:
+            done = processes.request_drain(tx, process_id, now=self.clock.now())
+        self.wakes.wake(process_id)
+        return done
+
+    def live_processes(self, kind: str | None = None) -> list[ProcessRow]:
+        """Rows of processes that have not ended; ask `process_identity.liveness` who really lives."""
+        with self.database.read() as tx:
+            return processes.live(tx, kind)
+
+    def all_processes(self) -> list[ProcessRow]:
+        """All rows, oldest first."""
+        with self.database.read() as tx:
+            return processes.everyone(tx)
+
+    def get_process(self, process_id: str) -> ProcessRow | None:
+        """One process row, or None."""
+        with self.database.read() as tx:
+            return processes.get(tx, process_id)
+
+    def driver_heartbeat(self, process_id: str, *, lease_ms: int, rss: int) -> bool:
+        """Heartbeat of a driver with renewal of all its runs; True when it was asked to drain."""
+        now = self.clock.now()
+        with self.database.write() as tx:
+            runs.renew_runs(tx, process_id, lease_ms=lease_ms, now=now)
+            return processes.heartbeat(tx, process_id, rss_bytes=rss, done=0, failed=0, now=now)
+
+    def claims(self, holders: Iterable[str] | None = None) -> list[tuple[int, int, str, str, int]]:
+        """(attempt, delivery, holder, run, lease end) of claimed attempts, of some holders or of all."""
+        with self.database.read() as tx:
+            return task_queue.all_claims(tx) if holders is None else task_queue.claims_of(tx, holders)
+
+    def effects_in_flight(self, attempt_ids: Iterable[int]) -> list[str]:
+        """Ids of started effects of these attempts."""
+        with self.database.read() as tx:
+            return task_queue.started_effects(tx, attempt_ids)
+
+    def rescue(
+        self,
+        claims: Sequence[tuple[int, int]],
+        *,
+        dead: Sequence[str],
+        why: str,
+        actor: str,
+        holder_may_live: bool = False,
+    ) -> list[str]:
+        """Settle the claims of dead holders and mark those processes dead, in one durable transaction.
+
+        The caller has made sure that the holders, and every process with the marker of their effects, are gone.
+        With `holder_may_live` that could not be done: then every effect in flight becomes uncertain. Returns the
+        outcomes (see `task_queue.rescue`).
+        """
+        now = self.clock.now()
+        outcomes = []
+        with self.database.write(durable=True) as tx:
+            for attempt_id, delivery in claims:
+                outcome = task_queue.rescue(
+                    tx, attempt_id, delivery, why=why, holder_may_live=holder_may_live, actor=actor, now=now
+                )
+                if outcome is not None:
+                    outcomes.append(outcome)
+            for process_id in dead:
+                processes.set_state(tx, process_id, "dead", now=now)
+            drivers = runs.drivers(tx)
+            sleepers = processes.idle_workers(tx, len(outcomes))
+        for process_id in [*drivers, *sleepers]:
+            self.wakes.wake(process_id)
+        for process_id in dead:
+            self.wakes.forget(process_id)
+        return outcomes
+
+    def prune_processes(self, *, older_than_ms: int) -> int:
+        """Delete rows of processes that ended long ago and hold nothing."""
+        with self.database.write() as tx:
+            return processes.prune(tx, before=self.clock.now() - older_than_ms)
+
+    def find_process(self, name_or_id: str, kind: str) -> ProcessRow:
+        """A live process by id, by name or by pid; raises `NotFoundError`."""
+        for row in self.live_processes(kind):
+            if name_or_id in (row.process_id, row.name, str(row.pid)):
+                return row
+        raise NotFoundError(
+            f"there is no live {kind} {name_or_id}", remedy="`agentctl workers list` shows who is there"
+        )
+
+
+def own_rss() -> int:
+    """Resident memory of this process in bytes."""
+    try:
+        with open("/proc/self/statm", "rb") as file:
+            return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+    except (OSError, ValueError, IndexError):
+        import psutil
+
+        return int(psutil.Process().memory_info().rss)

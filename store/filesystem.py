@@ -1,0 +1,100 @@
+"""Where a database may live: a local filesystem, in a folder that is ours and private.
+
+A WAL database needs shared memory and locks between processes, which network filesystems do not give reliably
+(architecture 6, field report 13). The check reads the mount table only: nothing is created or opened before it passes.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from .errors import EnvironmentFault
+
+LOCAL = frozenset(
+    "ext2 ext3 ext4 xfs btrfs zfs f2fs jfs reiserfs bcachefs tmpfs ramfs overlay overlayfs aufs ubifs nilfs2 "
+    "vfat exfat ntfs ntfs3 fuseblk apfs hfs ufs".split()
+)
+NETWORK = frozenset(
+    "nfs nfs4 cifs smb smb3 smbfs 9p v9fs afs ceph fuse.ceph glusterfs fuse.glusterfs lustre gpfs beegfs orangefs "
+    "fuse.sshfs sshfs fuse.s3fs fuse.rclone fuse.gcsfuse virtiofs vboxsf davfs fuse.davfs2 ncpfs coda ocfs2".split()
+)
+OVERRIDE = "AGENTCTL_FILESYSTEM_TYPE"
+
+
+def filesystem_type(path: Path) -> str:
+    """The type of the filesystem that holds `path` or, if it does not exist yet, its nearest existing parent.
+
+    `AGENTCTL_FILESYSTEM_TYPE` states the type by hand, for a filesystem that this program does not know; the statement
+    is recorded in the database.
+    """
+    stated = os.environ.get(OVERRIDE)
+    if stated:
+        return stated
+    existing = nearest_existing(path)
+    try:
+        device = os.stat(existing).st_dev
+        wanted = f"{os.major(device)}:{os.minor(device)}"
+        best: tuple[int, str] | None = None
+        with open("/proc/self/mountinfo", encoding="utf-8", errors="surrogateescape") as table:
+            for line in table:
+                fields = line.split(" ")
+                mount_point = _unescape(fields[4])
+                kind = fields[fields.index("-") + 1]
+                inside = str(existing) == mount_point or str(existing).startswith(mount_point.rstrip("/") + "/")
+                if inside or fields[2] == wanted:
+                    # The longest mount point above the path wins; a bind mount may show it only by its device.
+                    rank = len(mount_point) if inside else 0
+                    if best is None or rank >= best[0]:
+                        best = (rank, kind)
+    except (OSError, ValueError):
+        return "unknown"
+    return best[1] if best else "unknown"
+
+
+def _unescape(text: str) -> str:
+    """Mount points spell blanks and backslashes as three octal digits."""
+    if "\\" not in text:
+        return text
+    parts = text.split("\\")
+    return parts[0] + "".join(chr(int(part[:3], 8)) + part[3:] for part in parts[1:])
+
+
+def nearest_existing(path: Path) -> Path:
+    """`path` itself, or the nearest of its parents that exists; symbolic links are followed."""
+    current = path.absolute()
+    while not current.exists() and current != current.parent:
+        current = current.parent
+    return current.resolve()
+
+
+def require_local(path: Path) -> None:
+    """Raise `EnvironmentFault` unless the database's folder is on a filesystem known to be local."""
+    kind = filesystem_type(path)
+    if kind in LOCAL:
+        return
+    if kind in NETWORK:
+        what = f"{path} is on a network filesystem ({kind}), where SQLite cannot keep a database safe"
+    else:
+        what = f"{path} is on a filesystem of unknown type ({kind}), so its locks cannot be trusted"
+    raise EnvironmentFault(
+        what,
+        remedy="put the database on a local disk with --db PATH or AGENTCTL_DB; if the disk is local all the same, "
+        f"state its type with {OVERRIDE}=ext4",
+    )
+
+
+def prepare_folder(folder: Path) -> None:
+    """Create `folder` with mode 0700 if it is missing, and make sure that we can write in it."""
+    try:
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    except FileExistsError as error:
+        raise EnvironmentFault(f"{folder} is not a folder", remedy="choose another place with --db PATH") from error
+    except OSError as error:
+        raise EnvironmentFault(
+            f"cannot create the folder {folder}: {error.strerror}", remedy="choose another place with --db PATH"
+        ) from error
+    if not os.access(folder, os.W_OK | os.X_OK):
+        raise EnvironmentFault(
+            f"no permission to write in {folder}", remedy="give this user write permission, or use --db PATH"
+        )

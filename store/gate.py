@@ -1,0 +1,163 @@
+"""The write gate: one queue in the kernel in front of SQLite's write lock (architecture 6).
+
+SQLite's own waiting is a lottery that starves processes for seconds. So every writer first takes an exclusive `flock`
+on a file of its own, where the kernel queues fairly, and only then begins its transaction. While the gate is held the
+thread takes no stop or termination signal, since a stopped holder would stop everybody. SIGSTOP cannot be masked:
+a waiter that has waited for `STUCK_SECONDS` looks up the holder and, if it is one of this database's own processes,
+kills it; SQLite then rolls its transaction back.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import logging
+import os
+import signal
+import threading
+from collections.abc import Callable
+from pathlib import Path
+
+from .errors import EnvironmentFault
+
+log = logging.getLogger(__name__)
+
+STUCK_SECONDS = 5.0
+MASKED = frozenset(
+    {
+        signal.SIGTSTP,
+        signal.SIGTTIN,
+        signal.SIGTTOU,
+        signal.SIGINT,
+        signal.SIGQUIT,
+        signal.SIGTERM,
+        signal.SIGHUP,
+        signal.SIGUSR1,
+        signal.SIGUSR2,
+        signal.SIGALRM,
+    }
+)
+
+
+def start_quiet_thread(target: Callable[[], None], name: str) -> threading.Thread:
+    """Start a daemon thread that never takes a signal, so that signals meet only the main thread, which masks them."""
+    old = signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
+    try:
+        thread = threading.Thread(target=target, name=name, daemon=True)
+        thread.start()
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, old)
+    return thread
+
+
+class _Watch:
+    """One thread per process that looks after waiters of any gate in it. It starts with the first wait."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._thread: threading.Thread | None = None
+        self._waits: dict[int, tuple[Gate, int]] = {}
+
+    def begin(self, gate: Gate) -> None:
+        if self._thread is None:
+            with self._lock:
+                if self._thread is None:
+                    self._thread = start_quiet_thread(self._run, "gate-watch")
+        self._waits[id(gate)] = (gate, 0)
+
+    def end(self, gate: Gate) -> None:
+        self._waits.pop(id(gate), None)
+
+    def _run(self) -> None:
+        pause = threading.Event()
+        while True:
+            pause.wait(1.0)
+            for key, (gate, ticks) in list(self._waits.items()):
+                # Ticks instead of a clock: a suspended machine does not tick, so it blames nobody.
+                if key not in self._waits:
+                    continue
+                self._waits[key] = (gate, ticks + 1)
+                if ticks + 1 >= STUCK_SECONDS:
+                    try:
+                        gate.examine_holder()
+                    except Exception:
+                        log.exception("cannot examine the holder of %s", gate.path)
+                if key in self._waits and gate.waiting is False:
+                    self._waits.pop(key, None)
+
+
+_watch = _Watch()
+
+
+class Gate:
+    """The gate of one connection. Not shared between threads; each connection has its own descriptor."""
+
+    def __init__(self, path: Path, end_stuck: Callable[[int], str | None]) -> None:
+        """`end_stuck(pid)` is asked when `pid` holds the gate for too long: it kills the process if it is one of
+        this database's and returns None, or returns why it did not."""
+        self.path = path
+        self.waiting = False
+        self._end_stuck = end_stuck
+        self._told: int | None = None
+        try:
+            self._fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+        except OSError as error:
+            raise EnvironmentFault(
+                f"cannot open {path}: {error.strerror}", remedy="check the permissions of the database's folder"
+            ) from error
+        self._old_mask: set[int] | set[signal.Signals] | None = None
+
+    def acquire(self) -> None:
+        """Wait in the queue and take the gate. Signals of the calling thread are held back until `release`."""
+        old = signal.pthread_sigmask(signal.SIG_BLOCK, MASKED)
+        try:
+            try:
+                fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                self.waiting = True
+                _watch.begin(self)
+                try:
+                    fcntl.flock(self._fd, fcntl.LOCK_EX)
+                finally:
+                    self.waiting = False
+                    _watch.end(self)
+        except BaseException:
+            signal.pthread_sigmask(signal.SIG_SETMASK, old)
+            raise
+        self._old_mask = old
+
+    def release(self) -> None:
+        """Leave the gate; held-back signals are delivered now."""
+        old, self._old_mask = self._old_mask, None
+        fcntl.flock(self._fd, fcntl.LOCK_UN)
+        if old is not None:
+            signal.pthread_sigmask(signal.SIG_SETMASK, old)
+
+    def close(self) -> None:
+        os.close(self._fd)
+
+    def holder(self) -> int | None:
+        """The pid that holds the gate, as far as this pid namespace can see it."""
+        status = os.fstat(self._fd)
+        wanted = f"{os.major(status.st_dev):02x}:{os.minor(status.st_dev):02x}:{status.st_ino}"
+        with open("/proc/locks", encoding="ascii", errors="replace") as table:
+            for line in table:
+                fields = line.split()
+                if fields[1:2] == ["FLOCK"] and wanted in fields:
+                    pid = int(fields[fields.index(wanted) - 1])
+                    return pid if pid > 0 else None
+        return None
+
+    def examine_holder(self) -> None:
+        """Called by the watch when a wait has become too long."""
+        try:
+            pid = self.holder()
+        except OSError:
+            return
+        if pid is None or pid == os.getpid():
+            return
+        refusal = self._end_stuck(pid)
+        if refusal is None:
+            log.warning("process %d held the write gate without end and was killed", pid)
+        elif self._told != pid:
+            self._told = pid
+            log.warning("waiting for process %d, which holds the write gate %s: %s", pid, self.path, refusal)

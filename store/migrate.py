@@ -1,0 +1,72 @@
+"""Schema versions: numbered files, each applied in one transaction together with its number (contract 10).
+
+A database that a newer agentctl has written is refused and left untouched.
+"""
+
+from __future__ import annotations
+
+from importlib import resources
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from .errors import EnvironmentFault, IncompatibleVersion
+
+if TYPE_CHECKING:
+    from .database import Database
+
+APPLICATION_ID = 0x41474354
+"""`AGCT`: tells our files from those of every other program."""
+
+LATEST = 1
+"""The schema that this code knows; the number of the last file in `migrations/`."""
+
+
+def refuse_newer(version: int, path: Path) -> None:
+    """Raise `IncompatibleVersion` when a newer agentctl has written the database."""
+    if version > LATEST:
+        raise IncompatibleVersion(
+            f"{path} has schema {version}; this agentctl knows schemas up to {LATEST}. The file was left untouched",
+            remedy="upgrade agentctl",
+        )
+
+
+def script(number: int) -> str:
+    """The SQL of migration `number`."""
+    prefix = f"{number:04d}_"
+    for entry in resources.files("agentctl.store.migrations").iterdir():
+        if entry.name.startswith(prefix) and entry.name.endswith(".sql"):
+            return entry.read_text(encoding="utf-8")
+    raise LookupError(f"no migration {number}")
+
+
+def migrate(database: Database) -> None:
+    """Bring the schema to `LATEST`. Processes that start at one instant do it one after the other.
+
+    Transaction boundaries: one per migration; `user_version` is part of it, so a crash leaves a known version.
+    """
+    from filelock import FileLock, Timeout
+
+    lock = FileLock(database.path.with_name(database.path.name + ".migrate.lock"), mode=0o600, poll_interval=0.005)
+    try:
+        with lock.acquire(timeout=60):
+            connection = database.connection
+            database.gate.acquire()
+            try:
+                # WAL is a property of the file, set before the first table exists and outside of any transaction.
+                connection.set_busy_timeout(10_000)
+                connection.execute("PRAGMA journal_mode = WAL")
+                connection.set_busy_timeout(0)
+            finally:
+                database.gate.release()
+            for number in range(1, LATEST + 1):
+                with database.write(durable=True) as tx:
+                    row = tx.execute("PRAGMA user_version").fetchone()
+                    if row is not None and int(row[0]) >= number:
+                        continue
+                    tx.execute(script(number))
+                    tx.execute(f"PRAGMA application_id = {APPLICATION_ID}")
+                    tx.execute(f"PRAGMA user_version = {number}")
+    except Timeout as error:
+        raise EnvironmentFault(
+            f"another process has been migrating {database.path} for a minute", remedy="wait for it, then try again"
+        ) from error

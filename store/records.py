@@ -1,0 +1,292 @@
+"""What crosses the border of the store: frozen records, no handles. Pure."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+RUNTIME_STATE_VERSION = 1
+PLAN_FORMAT_VERSION = 1
+EFFECT_FORMAT_VERSION = 1
+CHECKPOINT_FORMAT_VERSION = 1
+AUDIT_EVENT_VERSION = 1
+BUDGET_FORMAT_VERSION = 1
+TASK_METADATA_VERSION = 1
+
+
+@dataclass(frozen=True, slots=True)
+class NewRun:
+    """A compiled run that does not exist yet. All texts are canonical JSON."""
+
+    run_id: str
+    trace_id: str
+    mode: str
+    workflow_name: str
+    workflow_digest: str
+    plan_digest: str
+    submission_digest: str
+    workflow_json: str
+    plan_json: str
+    inputs_json: str
+    settings_json: str
+    base_path: str
+    task_ids: tuple[str, ...]
+    max_concurrency: int
+    max_deliveries: int
+    memory: dict[str, str]
+    budget_limits: dict[str, int] = field(default_factory=dict)
+    planned_expansion_items: int = 0
+    priority: int = 0
+    idempotency_key: str | None = None
+    actor: str = "cli-user"
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """The row of a run."""
+
+    run_id: str
+    workflow_name: str
+    workflow_digest: str
+    plan_digest: str
+    mode: str
+    state: str
+    reason: str | None
+    error_json: str | None
+    trace_id: str
+    priority: int
+    base_path: str
+    parent_run_id: str | None
+    source_run_id: str | None
+    first_task: int
+    task_count: int
+    max_concurrency: int
+    max_deliveries: int
+    deadline_at: int | None
+    cancel_requested_at: int | None
+    pause_requested_at: int | None
+    revision: int
+    epoch: int
+    driver: str | None
+    driver_lease_expires_at: int | None
+    created_at: int
+    updated_at: int
+    ended_at: int | None
+
+
+@dataclass(frozen=True, slots=True)
+class RunDocuments:
+    """The immutable texts of a run."""
+
+    workflow_json: str
+    plan_json: str
+    inputs_json: str
+    settings_json: str
+
+
+@dataclass(frozen=True, slots=True)
+class TaskRow:
+    """The state of a task, without its output."""
+
+    position: int
+    task_id: str
+    state: str
+    attempt: int
+    output_digest: str | None
+    retry_at: int | None
+
+
+@dataclass(frozen=True, slots=True)
+class Fence:
+    """The right to write for one delivery of an attempt (architecture 4)."""
+
+    attempt_id: int
+    delivery: int
+    holder: str
+
+
+@dataclass(frozen=True, slots=True)
+class Claim:
+    """A claimed attempt: what a worker has to know to execute it."""
+
+    fence: Fence
+    run_id: str
+    task_id: str
+    number: int
+    timeout_ms: int
+    input_json: str
+    trace_id: str
+    enqueued_at: int
+    lease_expires_at: int
+
+
+@dataclass(frozen=True, slots=True)
+class EffectRequest:
+    """An effect before its dispatch (contract 5.2). `input_json` and `expected_json` are canonical."""
+
+    effect_id: str
+    ordinal: int
+    operation: str
+    effect_class: str
+    risk: str
+    idempotency: str
+    input_digest: str
+    input_json: str
+    expected_json: str
+    estimate: dict[str, int]
+
+
+@dataclass(frozen=True, slots=True)
+class StartedEffect:
+    """The effect is durably `started`: dispatch it. `dispatch` counts from 1."""
+
+    dispatch: int
+
+
+@dataclass(frozen=True, slots=True)
+class RecordedEffect:
+    """The effect has ended before: use what was recorded, dispatch nothing."""
+
+    status: str
+    result_json: str | None
+    error_json: str | None
+
+
+@dataclass(frozen=True, slots=True)
+class StartRefused:
+    """The effect must not start now: `cancel_requested`, `paused`, `deadline` or `budget`."""
+
+    reason: str
+    detail: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class EffectEnd:
+    """How a dispatch ended.
+
+    `succeeded`, `failed`, `uncertain` are ends of the effect. The others concern the dispatch only: `requested` (it
+    provably never began; the effect may start again), `cancelled` (it provably never began and never will) and `lost`
+    (it was ended half-way, and its contract allows to send it again: it stays charged).
+    """
+
+    effect_id: str
+    status: str
+    result_json: str | None = None
+    error_json: str | None = None
+    notes_json: str | None = None
+    dispatch: int = 1
+    usage: dict[str, int] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class AttemptEnd:
+    """How a delivery ended: `succeeded`, `failed`, `uncertain` or `cancelled`.
+
+    A result that is the result of the last effect is not stored twice: `result_effect` names the effect instead.
+    """
+
+    outcome: str
+    result_json: str | None = None
+    result_effect: str | None = None
+    error_json: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class FinishedAttempt:
+    """An attempt that waits for its batch commit."""
+
+    attempt_id: int
+    position: int
+    number: int
+    outcome: str
+    result_json: str | None
+    error_json: str | None
+    effect_id: str | None
+    effect_class: str | None
+    idempotency: str | None
+
+
+@dataclass(frozen=True, slots=True)
+class LiveAttempt:
+    """An attempt that is not closed."""
+
+    attempt_id: int
+    position: int
+    number: int
+    state: str
+    hold: str | None
+
+
+@dataclass(frozen=True, slots=True)
+class Event:
+    """An audit event of the transaction that writes it. `payload_json` is JSON text."""
+
+    event_type: str
+    task_id: str | None
+    payload_json: str
+
+
+@dataclass(frozen=True, slots=True)
+class NewAttempt:
+    """An attempt to be enqueued."""
+
+    position: int
+    task_id: str
+    number: int
+    timeout_ms: int
+    input_json: str
+
+
+@dataclass(slots=True)
+class Batch:
+    """What one driver transaction commits (architecture 5). Built by the scheduler, written by `commits.commit_batch`.
+
+    `finals` are (state, attempt, input_digest, output_json, output_digest, error_json, decision_json, delta_json,
+    delta_digest, position) of tasks that end; `waits` are (state, retry_at, error_json, position) of tasks that stop
+    running without an end. Positions are in compiled order.
+    """
+
+    finals: list[tuple[Any, ...]] = field(default_factory=list)
+    waits: list[tuple[Any, ...]] = field(default_factory=list)
+    readies: list[tuple[str | None, str | None, int]] = field(default_factory=list)
+    closed: list[int] = field(default_factory=list)
+    parked: list[int] = field(default_factory=list)
+    superseded: list[str] = field(default_factory=list)
+    enqueues: list[NewAttempt] = field(default_factory=list)
+    memory: list[tuple[str, int, str | None]] = field(default_factory=list)
+    events: list[Event] = field(default_factory=list)
+    changes: list[list[Any]] = field(default_factory=list)
+    stop: str | None = None
+    run_state: str | None = None
+    run_reason: str | None = None
+    run_error_json: str | None = None
+    run_output_json: str | None = None
+
+    def is_empty(self) -> bool:
+        """Whether there is nothing to write."""
+        return not (
+            self.finals or self.waits or self.closed or self.parked or self.enqueues or self.stop or self.run_state
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class ProcessRow:
+    """A process that works, or worked, on the database."""
+
+    process_id: str
+    kind: str
+    name: str
+    identity: str
+    pid: int
+    parent_process_id: str | None
+    only_run: str | None
+    unit: str | None
+    state: str
+    version: str
+    started_at: int
+    heartbeat_at: int
+    drain_requested_at: int | None
+    stopped_at: int | None
+    done: int
+    failed: int
+    rss_bytes: int

@@ -1,0 +1,344 @@
+"""Runs: creation, the driver's lease with its epoch, requests of people. Every function takes the open transaction."""
+
+from __future__ import annotations
+
+import json
+
+from . import audit
+from .canonical import canonical
+from .database import Connection
+from .errors import ConflictError, IncompatibleVersion, NotFoundError, RunMoved
+from .records import (
+    BUDGET_FORMAT_VERSION,
+    PLAN_FORMAT_VERSION,
+    RUNTIME_STATE_VERSION,
+    Event,
+    NewRun,
+    Run,
+    RunDocuments,
+    TaskRow,
+)
+
+COLUMNS = (
+    "run_id, workflow_name, workflow_digest, plan_digest, mode, state, reason, error_json, trace_id, priority, "
+    "base_path, parent_run_id, source_run_id, first_task, task_count, max_concurrency, max_deliveries, deadline_at, "
+    "cancel_requested_at, pause_requested_at, revision, epoch, driver, driver_lease_expires_at, created_at, "
+    "updated_at, ended_at"
+)
+
+
+def create_run(tx: Connection, new: NewRun, *, now: int) -> tuple[str, bool]:
+    """Create a run with all its tasks, ledger, memory, first audit event and checkpoint.
+
+    Returns (run id, created). With an idempotency key that is known, the earlier run is returned if it was submitted
+    with the same content; with other content `ConflictError` is raised.
+    """
+    if new.idempotency_key is not None:
+        row = tx.execute(
+            "SELECT run_id, submission_digest FROM runs WHERE idempotency_key = ?", (new.idempotency_key,)
+        ).fetchone()
+        if row is not None:
+            if row[1] != new.submission_digest:
+                raise ConflictError(
+                    f"the idempotency key {new.idempotency_key!r} belongs to {row[0]}, which was submitted with other "
+                    "content",
+                    remedy="use a new key, or submit the same workflow and inputs",
+                    run_id=row[0],
+                )
+            return row[0], False
+    first = int((tx.execute("SELECT MAX(task_no) FROM tasks").fetchone() or (0,))[0] or 0) + 1
+    tx.execute(
+        "INSERT INTO runs (run_id, runtime_state_version, plan_format_version, workflow_name, workflow_digest, "
+        "plan_digest, mode, state, trace_id, priority, idempotency_key, submission_digest, base_path, first_task, "
+        "task_count, max_concurrency, max_deliveries, created_at, updated_at) "
+        "VALUES (?,?,?,?,?,?,?,'running',?,?,?,?,?,?,?,?,?,?,?)",
+        (
+            new.run_id,
+            RUNTIME_STATE_VERSION,
+            PLAN_FORMAT_VERSION,
+            new.workflow_name,
+            new.workflow_digest,
+            new.plan_digest,
+            new.mode,
+            new.trace_id,
+            new.priority,
+            new.idempotency_key,
+            new.submission_digest,
+            new.base_path,
+            first,
+            len(new.task_ids),
+            new.max_concurrency,
+            new.max_deliveries,
+            now,
+            now,
+        ),
+    )
+    tx.execute(
+        "INSERT INTO run_documents VALUES (?,?,?,?,?)",
+        (new.run_id, new.workflow_json, new.plan_json, new.inputs_json, new.settings_json),
+    )
+    tx.executemany(
+        "INSERT INTO tasks (task_no, run_id, task_id, position, state, updated_at) VALUES (?,?,?,?,'pending',?)",
+        ((first + i, new.run_id, task_id, i, now) for i, task_id in enumerate(new.task_ids)),
+    )
+    tx.executemany(
+        "INSERT INTO memory_values VALUES (?,?,-1,?)",
+        [(new.run_id, key, value) for key, value in new.memory.items()],
+    )
+    tx.execute(
+        "INSERT INTO run_budgets VALUES (?,?,NULL,NULL,?,?,0,?)",
+        (new.run_id, BUDGET_FORMAT_VERSION, len(new.task_ids), new.planned_expansion_items, now),
+    )
+    tx.executemany(
+        "INSERT INTO budget_lines (run_id, dimension, limit_units) VALUES (?,?,?)",
+        [(new.run_id, dimension, limit) for dimension, limit in new.budget_limits.items()],
+    )
+    put_in_turn(tx, new.run_id, new.priority)
+    payload = {
+        "workflow": new.workflow_name,
+        "workflowDigest": new.workflow_digest,
+        "planDigest": new.plan_digest,
+        "mode": new.mode,
+        "tasks": len(new.task_ids),
+    }
+    audit.append(tx, new.run_id, [Event("run.created", None, canonical(payload))], actor=new.actor, now=now)
+    state = {"runId": new.run_id, "state": "running", "created": len(new.task_ids), "workingMemory": new.memory}
+    audit.append_checkpoint(tx, new.run_id, canonical(state), now=now)
+    return new.run_id, True
+
+
+def put_in_turn(tx: Connection, run_id: str, priority: int) -> None:
+    """Let workers serve this run; a newcomer stands in front of its equals, since it has had nothing yet."""
+    tx.execute(
+        "INSERT OR IGNORE INTO turns VALUES (?, ?, (SELECT COALESCE(MIN(turn), 0) FROM turns WHERE priority = ?))",
+        (run_id, priority, priority),
+    )
+
+
+def get(tx: Connection, run_id: str) -> Run:
+    """The run's row. Raises `NotFoundError`, and `IncompatibleVersion` for a run of a newer agentctl."""
+    row = tx.execute(
+        f"SELECT runtime_state_version, plan_format_version, {COLUMNS} FROM runs WHERE run_id = ?",  # noqa: S608
+        (run_id,),
+    ).fetchone()
+    if row is None:
+        raise NotFoundError(
+            f"there is no run {run_id} in this database", remedy="`agentctl runs list` shows the runs", run_id=run_id
+        )
+    _check_versions(run_id, row[0], row[1])
+    return Run(*row[2:])
+
+
+def _check_versions(run_id: str, runtime_version: int, plan_version: int) -> None:
+    if runtime_version > RUNTIME_STATE_VERSION or plan_version > PLAN_FORMAT_VERSION:
+        raise IncompatibleVersion(
+            f"{run_id} was written by a newer agentctl (runtime state {runtime_version}, plan {plan_version}); "
+            "nothing was changed",
+            remedy="upgrade agentctl",
+            run_id=run_id,
+        )
+
+
+def documents(tx: Connection, run_id: str) -> RunDocuments:
+    """The immutable texts of a run."""
+    row = tx.execute(
+        "SELECT workflow_json, plan_json, inputs_json, settings_json FROM run_documents WHERE run_id = ?", (run_id,)
+    ).fetchone()
+    if row is None:
+        raise NotFoundError(f"there is no run {run_id} in this database", run_id=run_id)
+    return RunDocuments(*row)
+
+
+def settings(tx: Connection, run_id: str) -> tuple[str, str]:
+    """(settings_json, base_path): what a worker has to know about a run."""
+    row = tx.execute(
+        "SELECT d.settings_json, r.base_path, r.runtime_state_version, r.plan_format_version "
+        "FROM run_documents d JOIN runs r USING (run_id) WHERE d.run_id = ?",
+        (run_id,),
+    ).fetchone()
+    if row is None:
+        raise NotFoundError(f"there is no run {run_id} in this database", run_id=run_id)
+    _check_versions(run_id, row[2], row[3])
+    return row[0], row[1]
+
+
+def task_rows(tx: Connection, run: Run) -> list[TaskRow]:
+    """All tasks of a run in compiled order, without outputs."""
+    return [
+        TaskRow(*row)
+        for row in tx.execute(
+            "SELECT position, task_id, state, attempt, output_digest, retry_at FROM tasks "
+            "WHERE task_no BETWEEN ? AND ? ORDER BY task_no",
+            (run.first_task, run.first_task + run.task_count - 1),
+        )
+    ]
+
+
+def task_outputs(tx: Connection, run: Run, positions: list[int]) -> dict[int, tuple[str | None, str | None]]:
+    """(output_json, error_json) of some tasks, by position."""
+    found: dict[int, tuple[str | None, str | None]] = {}
+    if len(positions) * 4 > run.task_count:
+        wanted = set(positions)
+        for position, output, error in tx.execute(
+            "SELECT position, output_json, error_json FROM tasks WHERE task_no BETWEEN ? AND ?",
+            (run.first_task, run.first_task + run.task_count - 1),
+        ):
+            if position in wanted:
+                found[position] = (output, error)
+        return found
+    for position in positions:
+        row = tx.execute(
+            "SELECT output_json, error_json FROM tasks WHERE task_no = ?", (run.first_task + position,)
+        ).fetchone()
+        if row is not None:
+            found[position] = (row[0], row[1])
+    return found
+
+
+def memory_rows(tx: Connection, run_id: str) -> list[tuple[str, int, str | None]]:
+    """All working-memory rows of a run: (key, position, value or None for removed), ordered by key and position."""
+    return [
+        (key, position, value)
+        for key, position, value in tx.execute(
+            "SELECT key, position, value_json FROM memory_values WHERE run_id = ? ORDER BY key, position", (run_id,)
+        )
+    ]
+
+
+def output(tx: Connection, run_id: str) -> str | None:
+    """The run's declared output as canonical JSON, or None if it has none."""
+    row = tx.execute("SELECT output_json FROM run_outputs WHERE run_id = ?", (run_id,)).fetchone()
+    return row[0] if row else None
+
+
+# -- the driver's lease ------------------------------------------------------------------------------------------------
+
+
+def take_run(
+    tx: Connection, run_id: str, *, driver: str, epoch: int, lease_ms: int, resume: bool, actor: str, now: int
+) -> int | None:
+    """Become the driver of a run, from the epoch that the caller has seen; returns the new epoch.
+
+    Returns None when somebody else was faster or the run has ended. A paused run is taken only with `resume`, which
+    sets it `running` again.
+    """
+    row = tx.execute("SELECT state, epoch, priority FROM runs WHERE run_id = ?", (run_id,)).fetchone()
+    if row is None:
+        raise NotFoundError(f"there is no run {run_id} in this database", run_id=run_id)
+    state, current, priority = row
+    if current != epoch or state not in (("running", "paused") if resume else ("running",)):
+        return None
+    tx.execute(
+        "UPDATE runs SET driver = ?, epoch = epoch + 1, driver_lease_expires_at = ?, updated_at = ? "
+        "WHERE run_id = ? AND epoch = ?",
+        (driver, now + lease_ms, now, run_id, epoch),
+    )
+    events = [Event("run.driver", None, canonical({"driver": driver, "epoch": epoch + 1}))]
+    if state == "paused":
+        tx.execute(
+            "UPDATE runs SET state = 'running', reason = NULL, pause_requested_at = NULL, pause_reason = NULL, "
+            "revision = revision + 1 WHERE run_id = ?",
+            (run_id,),
+        )
+        put_in_turn(tx, run_id, priority)
+        events.append(Event("run.state", None, canonical({"from": "paused", "to": "running"})))
+        audit.append_checkpoint(tx, run_id, canonical({"state": "running"}), now=now)
+    audit.append(tx, run_id, events, actor=actor, now=now)
+    return epoch + 1
+
+
+def renew_runs(tx: Connection, driver: str, *, lease_ms: int, now: int) -> None:
+    """Push the lease of every run that this process drives."""
+    tx.execute(
+        "UPDATE runs SET driver_lease_expires_at = ? WHERE driver = ? AND ended_at IS NULL AND state = 'running'",
+        (now + lease_ms, driver),
+    )
+
+
+def leave_run(tx: Connection, run_id: str, *, driver: str, epoch: int) -> None:
+    """Give the run back for others to drive; it is a hint for speed, since a dead driver loses it anyway."""
+    tx.execute(
+        "UPDATE runs SET driver = NULL, driver_lease_expires_at = NULL WHERE run_id = ? AND driver = ? AND epoch = ?",
+        (run_id, driver, epoch),
+    )
+
+
+def check_driver(tx: Connection, run_id: str, *, driver: str, epoch: int, revision: int) -> None:
+    """Raise `RunMoved` unless the run is as it was when the batch was decided (architecture 3)."""
+    row = head(tx, run_id)
+    if row[0] != epoch or row[2] != driver:
+        raise RunMoved(f"{run_id} is driven by another process now", run_id=run_id)
+    if row[1] != revision:
+        raise RunMoved(f"{run_id} has changed since this batch was decided", run_id=run_id)
+    if row[3] != "running":
+        raise RunMoved(f"{run_id} is {row[3]}", run_id=run_id)
+
+
+def open_runs(tx: Connection) -> list[Run]:
+    """Runs that are `running`, oldest first. Runs of a newer agentctl are left alone."""
+    return [
+        Run(*row)
+        for row in tx.execute(
+            f"SELECT {COLUMNS} FROM runs WHERE ended_at IS NULL AND state = 'running' "  # noqa: S608
+            "AND runtime_state_version <= ? AND plan_format_version <= ? ORDER BY created_at",
+            (RUNTIME_STATE_VERSION, PLAN_FORMAT_VERSION),
+        )
+    ]
+
+
+def drivers(tx: Connection) -> list[str]:
+    """Processes that drive a run at present."""
+    return [
+        row[0]
+        for row in tx.execute("SELECT DISTINCT driver FROM runs WHERE ended_at IS NULL AND driver IS NOT NULL")
+    ]
+
+
+def head(tx: Connection, run_id: str) -> tuple[int, int, str | None, str]:
+    """(epoch, revision, driver, state): what tells a driver whether its view is still current."""
+    row = tx.execute("SELECT epoch, revision, driver, state FROM runs WHERE run_id = ?", (run_id,)).fetchone()
+    if row is None:
+        raise NotFoundError(f"there is no run {run_id} in this database", run_id=run_id)
+    return row
+
+
+# -- requests of people ------------------------------------------------------------------------------------------------
+
+
+def request_cancel(tx: Connection, run_id: str, *, reason: str, actor: str, now: int) -> tuple[bool, str]:
+    """Set the durable flag. Returns (requested, state); a run that has ended is left alone.
+
+    From the commit of this transaction on no effect of the run starts, since every start looks at the flag.
+    """
+    run = get(tx, run_id)
+    if run.ended_at is not None:
+        return False, run.state
+    if run.cancel_requested_at is None:
+        tx.execute(
+            "UPDATE runs SET cancel_requested_at = ?, cancel_reason = ?, revision = revision + 1, updated_at = ? "
+            "WHERE run_id = ?",
+            (now, reason, now, run_id),
+        )
+        audit.append(
+            tx,
+            run_id,
+            [Event("run.cancellation_requested", None, canonical({"reason": reason}))],
+            actor=actor,
+            now=now,
+        )
+        audit.append_checkpoint(tx, run_id, canonical({"cancellationRequested": True}), now=now)
+    return True, run.state
+
+
+def stop_signals(tx: Connection, run_id: str) -> tuple[bool, bool, int | None]:
+    """(cancel requested, pause requested, deadline) of a run; what a busy worker asks every 100 ms."""
+    row = tx.execute(
+        "SELECT cancel_requested_at IS NOT NULL, pause_requested_at IS NOT NULL, deadline_at FROM runs WHERE run_id = ?",
+        (run_id,),
+    ).fetchone()
+    return (bool(row[0]), bool(row[1]), row[2]) if row else (True, False, None)
+
+
+def as_json(text: str | None) -> object:
+    """A stored JSON text as a value; None stays None."""
+    return None if text is None else json.loads(text)

@@ -1,0 +1,310 @@
+"""The queue of attempts: enqueue, claim, renew, release, finish, rescue. Every function takes the open transaction.
+
+The fence of every write of a worker is (attempt, delivery, holder): the clock only says when somebody may rescue, the
+row says who wins. A write through a fence that no longer holds raises `LeaseLost` and changes nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from . import audit, effects
+from .canonical import canonical
+from .database import Connection
+from .errors import LeaseLost
+from .records import AttemptEnd, Claim, Event, Fence, FinishedAttempt, LiveAttempt, NewAttempt
+from .states import may_repeat
+
+_CLAIMABLE_RUN = (
+    "SELECT t.run_id, r.trace_id, r.first_task FROM turns t JOIN runs r USING (run_id) "
+    "WHERE r.state = 'running' AND r.cancel_requested_at IS NULL AND r.pause_requested_at IS NULL "
+    "AND EXISTS (SELECT 1 FROM attempts a WHERE a.run_id = t.run_id AND a.state = 'ready' AND a.hold IS NULL) "
+)
+_NEXT_RUN = _CLAIMABLE_RUN + "ORDER BY t.priority DESC, t.turn LIMIT 1"
+_ONE_RUN = _CLAIMABLE_RUN + "AND t.run_id = ?"
+
+
+def enqueue(tx: Connection, run_id: str, first_task: int, attempts: Sequence[NewAttempt], *, now: int) -> None:
+    """Make tasks claimable: one `ready` attempt each. The index of live attempts refuses a second one."""
+    tx.executemany(
+        "INSERT INTO attempts (run_id, task_no, task_id, number, state, timeout_ms, input_json, enqueued_at) "
+        "VALUES (?,?,?,?,'ready',?,?,?)",
+        [(run_id, first_task + a.position, a.task_id, a.number, a.timeout_ms, a.input_json, now) for a in attempts],
+    )
+
+
+def has_ready(tx: Connection, only_run: str | None) -> bool:
+    """Whether a claim would find something; a read-only look before the gate is taken."""
+    if only_run is None:
+        return tx.execute(_NEXT_RUN).fetchone() is not None
+    return tx.execute(_ONE_RUN, (only_run,)).fetchone() is not None
+
+
+def claim(
+    tx: Connection, holder: str, *, only_run: str | None, lease_ms: int, now: int, events: list[tuple[str, Event]]
+) -> Claim | None:
+    """Take the next ready attempt: the run whose turn it is, then its first attempt in compiled order.
+
+    The new lease and the fence are in the row; the audit event is added to `events` for the caller's transaction.
+    """
+    row = (tx.execute(_NEXT_RUN) if only_run is None else tx.execute(_ONE_RUN, (only_run,))).fetchone()
+    if row is None:
+        return None
+    run_id, trace_id, _ = row
+    found = tx.execute(
+        "SELECT attempt_id, task_no, task_id, number, timeout_ms, input_json, delivery, enqueued_at FROM attempts "
+        "WHERE run_id = ? AND state = 'ready' AND hold IS NULL ORDER BY task_no LIMIT 1",
+        (run_id,),
+    ).fetchone()
+    if found is None:
+        return None
+    attempt_id, task_no, task_id, number, timeout_ms, input_json, delivery, enqueued_at = found
+    expires = now + lease_ms
+    tx.execute(
+        "UPDATE attempts SET state = 'claimed', holder = ?, delivery = delivery + 1, lease_expires_at = ?, "
+        "claimed_at = ? WHERE attempt_id = ?",
+        (holder, expires, now, attempt_id),
+    )
+    tx.execute(
+        "UPDATE tasks SET state = 'running', attempt = ?, started_at = COALESCE(started_at, ?), updated_at = ? "
+        "WHERE task_no = ?",
+        (number, now, now, task_no),
+    )
+    if only_run is None:
+        tx.execute("UPDATE turns SET turn = (SELECT MAX(turn) + 1 FROM turns) WHERE run_id = ?", (run_id,))
+    payload = (
+        f'{{"attempt":{number},"delivery":{delivery + 1},"from":"ready","to":"running","worker":{canonical(holder)}}}'
+    )
+    events.append((run_id, Event("task.transition", task_id, payload)))
+    return Claim(
+        Fence(attempt_id, delivery + 1, holder),
+        run_id,
+        task_id,
+        number,
+        timeout_ms,
+        input_json,
+        trace_id,
+        enqueued_at,
+        expires,
+    )
+
+
+def renew(tx: Connection, fence: Fence, *, lease_ms: int, now: int) -> bool:
+    """Push the lease of a claimed attempt. False when the delivery is over."""
+    tx.execute(
+        "UPDATE attempts SET lease_expires_at = ? "
+        "WHERE attempt_id = ? AND delivery = ? AND holder = ? AND state = 'claimed'",
+        (now + lease_ms, fence.attempt_id, fence.delivery, fence.holder),
+    )
+    return tx.changes() == 1
+
+
+def release(tx: Connection, fence: Fence, *, reason: str, now: int) -> Event:
+    """Give back a claim of which no effect is in flight (drain, pause, budget): it costs no delivery.
+
+    The task is `ready` again. Returns the audit event for the caller's transaction.
+    """
+    tx.execute(
+        "UPDATE attempts SET state = 'ready', holder = NULL, lease_expires_at = NULL "
+        "WHERE attempt_id = ? AND delivery = ? AND holder = ? AND state = 'claimed'",
+        (fence.attempt_id, fence.delivery, fence.holder),
+    )
+    if tx.changes() != 1:
+        raise LeaseLost(f"attempt {fence.attempt_id}, delivery {fence.delivery} was taken away")
+    row = tx.execute(
+        "UPDATE tasks SET state = 'ready', updated_at = ? "
+        "WHERE task_no = (SELECT task_no FROM attempts WHERE attempt_id = ?) AND state = 'running' RETURNING task_id",
+        (now, fence.attempt_id),
+    ).fetchone()
+    payload = canonical({"from": "running", "to": "ready", "reason": reason, "delivery": fence.delivery})
+    return Event("task.transition", row[0] if row else None, payload)
+
+
+def finish(tx: Connection, fence: Fence, end: AttemptEnd, *, now: int) -> None:
+    """Record the outcome of an attempt; the driver commits it. Raises `LeaseLost` when the fence does not hold."""
+    tx.execute(
+        "UPDATE attempts SET state = 'finished', outcome = ?, result_json = ?, result_effect = ?, error_json = ?, "
+        "lease_expires_at = NULL, finished_at = ? "
+        "WHERE attempt_id = ? AND delivery = ? AND holder = ? AND state = 'claimed'",
+        (
+            end.outcome,
+            end.result_json,
+            end.result_effect,
+            end.error_json,
+            now,
+            fence.attempt_id,
+            fence.delivery,
+            fence.holder,
+        ),
+    )
+    if tx.changes() != 1:
+        raise LeaseLost(f"attempt {fence.attempt_id}, delivery {fence.delivery} was taken away")
+
+
+def finished(
+    tx: Connection, run_id: str, first_task: int, *, limit: int, max_bytes: int
+) -> tuple[list[FinishedAttempt], bool]:
+    """Finished attempts of a run in compiled order, bounded in number and in bytes; a larger single one comes alone.
+
+    The second value tells whether more are waiting.
+    """
+    found: list[FinishedAttempt] = []
+    size = 0
+    for row in tx.execute(
+        "SELECT a.attempt_id, a.task_no, a.number, a.outcome, COALESCE(a.result_json, e.result_json), a.error_json, "
+        "a.result_effect, e.effect_class, e.idempotency FROM attempts a "
+        "LEFT JOIN effects e ON e.effect_id = a.result_effect "
+        "WHERE a.run_id = ? AND a.state = 'finished' ORDER BY a.task_no LIMIT ?",
+        (run_id, limit + 1),
+    ):
+        size += len(row[4] or "") + len(row[5] or "")
+        if len(found) == limit or (found and size > max_bytes):
+            return found, True
+        attempt_id, task_no, number, outcome, result, error, effect_id, effect_class, idempotency = row
+        found.append(
+            FinishedAttempt(
+                attempt_id,
+                task_no - first_task,
+                number,
+                outcome,
+                result,
+                error,
+                effect_id,
+                effect_class,
+                idempotency,
+            )
+        )
+    return found, False
+
+
+def live_attempts(tx: Connection, run_id: str, first_task: int, task_count: int) -> list[LiveAttempt]:
+    """All attempts of a run that are not closed."""
+    return [
+        LiveAttempt(attempt_id, task_no - first_task, number, state, hold)
+        for attempt_id, task_no, number, state, hold in tx.execute(
+            "SELECT attempt_id, task_no, number, state, hold FROM attempts INDEXED BY attempts_live "
+            "WHERE task_no BETWEEN ? AND ? AND state <> 'closed' AND run_id = ?",
+            (first_task, first_task + task_count - 1, run_id),
+        )
+    ]
+
+
+def runs_with_finished(tx: Connection) -> list[str]:
+    """Runs that have results to commit."""
+    return [row[0] for row in tx.execute("SELECT DISTINCT run_id FROM attempts WHERE state = 'finished'")]
+
+
+def claims_of(tx: Connection, holders: Iterable[str]) -> list[tuple[int, int, str, str, int]]:
+    """(attempt, delivery, holder, run, lease end) of everything that these processes hold."""
+    found = []
+    for holder in holders:
+        found.extend(
+            tx.execute(
+                "SELECT attempt_id, delivery, holder, run_id, lease_expires_at FROM attempts "
+                "WHERE holder = ? AND state = 'claimed'",
+                (holder,),
+            ).fetchall()
+        )
+    return found
+
+
+def all_claims(tx: Connection) -> list[tuple[int, int, str, str, int]]:
+    """(attempt, delivery, holder, run, lease end) of every claimed attempt."""
+    return tx.execute(
+        "SELECT attempt_id, delivery, holder, run_id, lease_expires_at FROM attempts WHERE state = 'claimed'"
+    ).fetchall()
+
+
+def started_effects(tx: Connection, attempt_ids: Iterable[int]) -> list[str]:
+    """Effects in flight of these attempts: their processes carry the ids as a marker."""
+    found = []
+    for attempt_id in attempt_ids:
+        found.extend(
+            row[0]
+            for row in tx.execute(
+                "SELECT effect_id FROM effects WHERE attempt_id = ? AND status = 'started'", (attempt_id,)
+            )
+        )
+    return found
+
+
+def rescue(
+    tx: Connection, attempt_id: int, delivery: int, *, why: str, holder_may_live: bool, actor: str, now: int
+) -> str | None:
+    """Settle one delivery whose holder is dead (architecture 4). The caller has made sure of that death.
+
+    Returns what became of the attempt, or None when the delivery was over already:
+
+    - `ready`: nothing was started, or what was started may be repeated; another delivery follows with the same ids.
+    - `uncertain`: something that must not be repeated was started and never confirmed.
+    - `worker_lost`: the bound of deliveries is reached. Deliveries that confirmed a new effect do not count.
+    """
+    row = tx.execute(
+        "SELECT a.run_id, a.task_no, a.task_id, a.lost, a.lost_effects, r.max_deliveries FROM attempts a "
+        "JOIN runs r USING (run_id) WHERE a.attempt_id = ? AND a.delivery = ? AND a.state = 'claimed'",
+        (attempt_id, delivery),
+    ).fetchone()
+    if row is None:
+        return None
+    run_id, task_no, task_id, lost, lost_effects, max_deliveries = row
+    events: list[Event] = []
+    blocked: str | None = None
+    started = tx.execute(
+        "SELECT effect_id, effect_class, idempotency FROM effects WHERE attempt_id = ? AND status = 'started'",
+        (attempt_id,),
+    ).fetchall()
+    confirmed = tx.execute(
+        "SELECT COUNT(*) FROM effects WHERE attempt_id = ? AND status = 'succeeded'", (attempt_id,)
+    ).fetchone()
+    confirmed_count = int(confirmed[0]) if confirmed else 0
+    for effect_id, effect_class, idempotency in started:
+        if may_repeat(effect_class, idempotency) and not holder_may_live:
+            events.append(effects.back_to_requested(tx, effect_id, task_id, reason=why))
+        else:
+            events.append(effects.mark_uncertain(tx, effect_id, task_id, reason=why, now=now))
+            blocked = effect_id
+    lost = 0 if confirmed_count > lost_effects else lost
+    lost += 1
+    if blocked is not None:
+        outcome = "uncertain"
+        error = canonical(
+            {
+                "code": "uncertain_effect",
+                "message": f"{why} while effect {blocked[:12]} was in flight; whether it happened is not known",
+                "retryable": False,
+            }
+        )
+    elif lost >= max_deliveries:
+        outcome = "worker_lost"
+        error = canonical(
+            {
+                "code": "worker_lost",
+                "message": f"{lost} workers were lost with this task; the last time: {why}",
+                "retryable": False,
+            }
+        )
+    else:
+        outcome = "ready"
+        error = None
+    if outcome == "ready":
+        tx.execute(
+            "UPDATE attempts SET state = 'ready', holder = NULL, lease_expires_at = NULL, lost = ?, lost_effects = ? "
+            "WHERE attempt_id = ?",
+            (lost, confirmed_count, attempt_id),
+        )
+        tx.execute(
+            "UPDATE tasks SET state = 'ready', updated_at = ? WHERE task_no = ? AND state = 'running'", (now, task_no)
+        )
+        payload = {"from": "running", "to": "ready", "reason": why, "delivery": delivery}
+        events.append(Event("task.transition", task_id, canonical(payload)))
+    else:
+        tx.execute(
+            "UPDATE attempts SET state = 'finished', outcome = ?, error_json = ?, result_effect = ?, lost = ?, "
+            "lease_expires_at = NULL, finished_at = ? WHERE attempt_id = ?",
+            ("uncertain" if blocked else "failed", error, blocked, lost, now, attempt_id),
+        )
+        events.append(
+            Event("attempt.lost", task_id, canonical({"reason": why, "delivery": delivery, "outcome": outcome}))
+        )
+    audit.append(tx, run_id, events, actor=actor, now=now)
+    return outcome

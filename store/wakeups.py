@@ -1,0 +1,68 @@
+"""Wake-ups between processes: datagrams whose loss costs a little time and nothing else (architecture 1, 6).
+
+Every working process owns a socket `wake/<process id>` in the database's folder. A message has no content: whoever is
+woken looks into the database, which alone knows what is to be done.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+from pathlib import Path
+
+_MAX_PATH = 100
+
+
+class WakeFolder:
+    """The folder of sockets. Its path may be longer than a socket address; then it is reached through a descriptor."""
+
+    def __init__(self, database: Path) -> None:
+        self.path = database.with_name(database.name + ".wake")
+        self._fd: int | None = None
+        self._sender: socket.socket | None = None
+
+    def _address(self, process_id: str) -> str:
+        direct = str(self.path / process_id)
+        if len(os.fsencode(direct)) <= _MAX_PATH:
+            return direct
+        if self._fd is None:
+            self._fd = os.open(self.path, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
+        return f"/proc/self/fd/{self._fd}/{process_id}"
+
+    def listen(self, process_id: str) -> socket.socket:
+        """The socket of this process: non-blocking, close-on-exec, readable when somebody calls."""
+        self.path.mkdir(mode=0o700, exist_ok=True)
+        listener = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_NONBLOCK | socket.SOCK_CLOEXEC)
+        listener.bind(self._address(process_id))
+        return listener
+
+    def wake(self, process_id: str) -> None:
+        """Call a process. Nobody there, or too many calls already: both are fine."""
+        if self._sender is None:
+            self._sender = socket.socket(
+                socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_NONBLOCK | socket.SOCK_CLOEXEC
+            )
+        with contextlib.suppress(OSError):
+            self._sender.sendto(b"w", self._address(process_id))
+
+    def forget(self, process_id: str) -> None:
+        """Remove the socket of a process that has ended."""
+        with contextlib.suppress(OSError):
+            os.unlink(self._address(process_id))
+
+    def close(self) -> None:
+        """Close what this object has opened."""
+        if self._sender is not None:
+            self._sender.close()
+            self._sender = None
+        if self._fd is not None:
+            os.close(self._fd)
+            self._fd = None
+
+
+def drain(listener: socket.socket) -> None:
+    """Swallow all calls that have come in."""
+    with contextlib.suppress(BlockingIOError):
+        while True:
+            listener.recv(16)

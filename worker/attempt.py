@@ -1,0 +1,208 @@
+"""One attempt from top to bottom: prepare, request and start the effect, execute, and say how it ended.
+
+The worker decides nothing about the run. It turns what happened into an `AttemptEnd` and, if something was dispatched,
+an `EffectEnd`; the store writes both in one transaction with the next claim.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import OrderedDict
+from dataclasses import dataclass
+from typing import Any
+
+from agentctl.store import policy as policies
+from agentctl.store.canonical import canonical, effect_id, hex_digest, loads
+from agentctl.store.clock import Clock
+from agentctl.store.engine import Store
+from agentctl.store.errors import ConflictError, LeaseLost, TaskFault
+from agentctl.store.faults import Faults
+from agentctl.store.records import (
+    AttemptEnd,
+    Claim,
+    EffectEnd,
+    EffectRequest,
+    RecordedEffect,
+    StartedEffect,
+    StartRefused,
+)
+from agentctl.store.states import may_repeat
+from agentctl.store.timing import Timing
+
+from .effects import Done, EffectContext, EffectOutcome, EffectPlan, Work, prepare
+from .watch import Token
+
+log = logging.getLogger(__name__)
+
+KNOWN_RUNS = 16
+
+
+@dataclass(frozen=True, slots=True)
+class Ending:
+    """How a delivery ends: `attempt` is to be finished, or with `release` to be given back for that reason."""
+
+    attempt: AttemptEnd | None
+    effect: EffectEnd | None = None
+    release: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class _RunSettings:
+    actions: dict[str, Any]
+    policy: policies.Policy
+    show_diff: bool
+    base_path: str
+
+
+class AttemptRunner:
+    """Executes attempts one after the other; keeps the settings of recent runs."""
+
+    def __init__(self, store: Store, clock: Clock, timing: Timing, faults: Faults, token: Token) -> None:
+        self._store = store
+        self._clock = clock
+        self._timing = timing
+        self._faults = faults
+        self._token = token
+        self._known: OrderedDict[str, _RunSettings] = OrderedDict()
+
+    def run(self, claim: Claim) -> Ending:
+        """Execute one delivery. Raises `LeaseLost` when it is over, and `SyncFailed` before any dispatch."""
+        try:
+            plan = prepare(self._work(claim))
+            if isinstance(plan, Done):
+                return Ending(AttemptEnd("succeeded", result_json=canonical(plan.output)))
+            settings = self._settings(claim.run_id)
+            decision = policies.decide_effect(
+                settings.policy, policy_name=plan.policy_name, effect_class=plan.effect_class, risk=plan.risk
+            )
+            if decision.denied:
+                raise TaskFault("policy_denied", decision.reason)
+            if not decision.allowed:
+                raise TaskFault("approval_required", f"{decision.reason}; approvals are not supported yet")
+            return self._perform(claim, plan)
+        except LeaseLost:
+            raise
+        except TaskFault as fault:
+            return Ending(AttemptEnd("failed", error_json=canonical(fault.as_json())))
+        except ConflictError as error:
+            fault = TaskFault("effect_identity_changed", error.message)
+            return Ending(AttemptEnd("failed", error_json=canonical(fault.as_json())))
+
+    def _work(self, claim: Claim) -> Work:
+        settings = self._settings(claim.run_id)
+        attempt = loads(claim.input_json)
+        action = settings.actions[attempt["action"]]
+        recorded = None
+        if claim.fence.delivery > 1:
+            text = self._store.recorded_expectation(claim.fence.attempt_id, 1)
+            recorded = None if text is None else loads(text)
+        return Work(
+            task_id=claim.task_id,
+            action_name=attempt["action"],
+            kind=action["kind"],
+            action=action,
+            input=attempt["input"],
+            memory=attempt.get("memory", {}),
+            timeout_seconds=claim.timeout_ms / 1000,
+            base_path=settings.base_path,
+            policy=settings.policy,
+            show_diff=settings.show_diff,
+            recorded=recorded,
+        )
+
+    def _settings(self, run_id: str) -> _RunSettings:
+        settings = self._known.get(run_id)
+        if settings is None:
+            text, base_path = self._store.run_settings(run_id)
+            data = loads(text)
+            policy = policies.Policy.from_json(data["policy"])
+            settings = _RunSettings(data["actions"], policy, bool(data["showDiff"]), base_path)
+            self._known[run_id] = settings
+            if len(self._known) > KNOWN_RUNS:
+                self._known.popitem(last=False)
+        return settings
+
+    def _perform(self, claim: Claim, plan: EffectPlan) -> Ending:
+        """Start the effect, durably, and dispatch it unless it has ended before or must not start."""
+        input_json = canonical(plan.input)
+        digest = hex_digest(input_json)
+        request = EffectRequest(
+            effect_id(claim.run_id, claim.task_id, claim.number, 1, plan.operation, digest),
+            1,
+            plan.operation,
+            plan.effect_class,
+            plan.risk,
+            plan.idempotency,
+            digest,
+            input_json,
+            canonical(plan.expected_effect),
+            plan.estimate,
+        )
+        self._faults.reach("before_effect_start")
+        before = self._clock.monotonic()
+        answer = self._store.start_effect(claim.fence, request, previous=None, task_id=claim.task_id)
+        self._faults.reach("after_effect_start")
+        if isinstance(answer, RecordedEffect):
+            return _recorded(request, answer)
+        if isinstance(answer, StartRefused):
+            return _refused(answer)
+        if self._clock.monotonic() - before > self._timing.lease:
+            # Held up for longer than the lease: somebody may think that we are dead, so nothing is sent.
+            return Ending(None, EffectEnd(request.effect_id, "requested", dispatch=answer.dispatch), "held_up")
+        outcome = plan.execute(EffectContext(request.effect_id, self._token, self._clock.monotonic))
+        self._faults.reach("after_effect_result")
+        return self._ended(request, answer, outcome)
+
+    def _ended(self, request: EffectRequest, started: StartedEffect, outcome: EffectOutcome) -> Ending:
+        name, dispatch = request.effect_id, started.dispatch
+        notes = canonical(outcome.notes) if outcome.notes else None
+        result_json: str | None = None
+        status, error = outcome.status, outcome.error
+        try:
+            if outcome.result is not None:
+                result_json = canonical(outcome.result)
+        except TaskFault as fault:
+            status, error = "failed", fault.as_json()
+        if status == "succeeded":
+            end = EffectEnd(name, "succeeded", result_json, None, notes, dispatch, outcome.usage)
+            return Ending(AttemptEnd("succeeded", result_effect=name), end)
+        error_json = canonical(error or {"code": "failed", "message": "the effect failed", "retryable": False})
+        reason = self._token.reason
+        if status == "not_dispatched":
+            if reason == "drain":
+                return Ending(None, EffectEnd(name, "requested", dispatch=dispatch), "drain")
+            if reason is not None:
+                return Ending(
+                    AttemptEnd("cancelled", error_json=error_json), EffectEnd(name, "cancelled", dispatch=dispatch)
+                )
+            return Ending(
+                AttemptEnd("failed", error_json=error_json), EffectEnd(name, "failed", None, error_json, notes, dispatch)
+            )
+        if status == "uncertain":
+            if reason == "drain" and may_repeat(request.effect_class, request.idempotency):
+                return Ending(None, EffectEnd(name, "lost", dispatch=dispatch), "drain")
+            end = EffectEnd(name, "uncertain", result_json, error_json, notes, dispatch, outcome.usage)
+            return Ending(AttemptEnd("uncertain", result_effect=name, error_json=error_json), end)
+        end = EffectEnd(name, "failed", result_json, error_json, notes, dispatch, outcome.usage)
+        return Ending(AttemptEnd("failed", error_json=error_json), end)
+
+
+def _recorded(request: EffectRequest, answer: RecordedEffect) -> Ending:
+    """An earlier delivery has confirmed this effect: its result is used, nothing is dispatched."""
+    if answer.status == "succeeded":
+        return Ending(AttemptEnd("succeeded", result_effect=request.effect_id))
+    outcome = "uncertain" if answer.status == "uncertain" else "failed"
+    return Ending(AttemptEnd(outcome, result_effect=request.effect_id, error_json=answer.error_json or _CANCELLED))
+
+
+_CANCELLED = '{"code":"effect_cancelled","message":"the effect was cancelled","retryable":false}'
+
+
+def _refused(answer: StartRefused) -> Ending:
+    if answer.reason == "paused":
+        return Ending(None, release="paused")
+    if answer.reason == "budget":
+        fault = TaskFault("budget_exceeded", "the budget of the run does not allow this effect", details=answer.detail)
+        return Ending(AttemptEnd("failed", error_json=canonical(fault.as_json())))
+    fault = TaskFault(answer.reason, f"not started: {answer.reason.replace('_', ' ')}")
+    return Ending(AttemptEnd("cancelled", error_json=canonical(fault.as_json())))

@@ -1,0 +1,243 @@
+"""A worker process: claim, execute, finish with the next claim, sleep when there is nothing (architecture 3, 4).
+
+It holds one attempt at a time. It lives in a session of its own, so a terminal's Ctrl-C and Ctrl-Z do not reach it. The
+first SIGTERM, a drain request in the database, or the end of its supervisor lets it finish what runs and take nothing
+new; a second SIGTERM, or SIGQUIT, ends the running effect hard.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import select
+import signal
+from dataclasses import dataclass
+from pathlib import Path
+from types import FrameType
+
+from agentctl.store import process_identity, wakeups
+from agentctl.store.clock import Clock, SystemClock
+from agentctl.store.database import SyncFailed
+from agentctl.store.engine import Store, own_rss
+from agentctl.store.errors import AgentctlError, LeaseLost
+from agentctl.store.faults import Faults
+from agentctl.store.records import Claim, ProcessRow
+from agentctl.store.timing import Timing
+
+from .attempt import AttemptRunner, Ending
+from .effects.process import become_subreaper
+from .watch import Watch
+
+log = logging.getLogger(__name__)
+
+IDLE_LOOK_SECONDS = 1.0
+"""How often an idle worker looks by itself: the net under lost wake-ups."""
+
+EXIT_DRAINED = 0
+EXIT_FAILED = 5
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerConfig:
+    """What a worker has to know: paths and numbers, nothing that cannot cross a spawn."""
+
+    path: Path
+    process_id: str
+    name: str
+    parent_process_id: str | None
+    only_run: str | None
+    unit: str | None
+    version: str
+    lease: float
+    heartbeat: float
+    log_level: int = logging.WARNING
+
+
+def worker_main(config: WorkerConfig) -> None:
+    """Entry of a worker process; never returns normally. Exit 0 after a drain, 5 when it cannot work."""
+    import multiprocessing
+
+    logging.basicConfig(level=config.log_level, format=f"%(asctime)s {config.name} %(levelname)s %(message)s")
+    parent = multiprocessing.parent_process()
+    clock = SystemClock()
+    try:
+        worker = Worker(config, clock, Faults.from_environment(), None if parent is None else parent.sentinel)
+        worker.run()
+    except AgentctlError as error:
+        log.error("%s", error.message)
+        os._exit(EXIT_FAILED)
+    os._exit(EXIT_DRAINED)
+
+
+class Worker:
+    """One worker and its loop."""
+
+    def __init__(self, config: WorkerConfig, clock: Clock, faults: Faults, parent_sentinel: int | None) -> None:
+        self._config = config
+        self._clock = clock
+        self._faults = faults
+        self._timing = Timing(config.lease, config.heartbeat)
+        self._parent = parent_sentinel
+        self._signals = 0
+        self._self_pipe = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
+        if os.getsid(0) != os.getpid():
+            os.setsid()
+        become_subreaper()
+        self._store = Store(config.path, clock)
+        now = clock.now()
+        self._store.register(
+            ProcessRow(
+                config.process_id,
+                "worker",
+                config.name,
+                process_identity.current().as_text(),
+                os.getpid(),
+                config.parent_process_id,
+                config.only_run,
+                config.unit,
+                "starting",
+                config.version,
+                now,
+                now,
+                None,
+                None,
+                0,
+                0,
+                own_rss(),
+            )
+        )
+        self._listener = self._store.wakes.listen(config.process_id)
+        self._watch = Watch(config.path, clock, self._timing, config.process_id, self._listener, parent_sentinel)
+        self._runner = AttemptRunner(self._store, clock, self._timing, faults, self._watch.token)
+        self._next_beat = clock.monotonic() + self._timing.heartbeat
+        signal.signal(signal.SIGTERM, self._on_signal)
+        signal.signal(signal.SIGINT, self._on_signal)
+        signal.signal(signal.SIGQUIT, self._on_signal)
+
+    def _on_signal(self, number: int, frame: FrameType | None) -> None:
+        self._signals += 2 if number == signal.SIGQUIT else 1
+        self._watch.drain = True
+        if self._signals > 1:
+            self._watch.token.cancel("drain")
+        with contextlib.suppress(BlockingIOError):
+            os.write(self._self_pipe[1], b"s")
+
+    # -- the loop --------------------------------------------------------------------------------------------------
+
+    def run(self) -> None:
+        """Work until asked to drain."""
+        claim = None
+        idle = False
+        while not self._draining():
+            if claim is None:
+                claim = self._claim(idle)
+                idle = idle and claim is None
+            if claim is None:
+                idle = self._sleep(idle)
+                continue
+            self._faults.reach("after_claim")
+            claim = self._execute(claim)
+        if claim is not None:
+            self._give_back(claim)
+        self._watch.park()
+        self._store.set_process_state(self._config.process_id, "stopped", durable=True)
+        self._listener.close()
+        self._store.wakes.forget(self._config.process_id)
+        self._store.close()
+
+    def _draining(self) -> bool:
+        return self._watch.drain
+
+    def _claim(self, idle: bool) -> Claim | None:
+        if idle and not self._store.has_ready(self._config.only_run):
+            return None
+        return self._store.claim(
+            self._config.process_id, only_run=self._config.only_run, lease_ms=self._timing.lease_ms, awake=idle
+        )
+
+    def _execute(self, claim: Claim) -> Claim | None:
+        """Run one delivery and finish it; returns the next claim if there is one."""
+        self._watch.begin(claim)
+        if self._signals > 1:
+            self._watch.token.cancel("drain")
+        try:
+            ending = self._runner.run(claim)
+            self._watch.end()
+            self._faults.reach("before_finish")
+            following = self._finish(claim, ending)
+        except LeaseLost as error:
+            self._watch.end()
+            log.warning("%s of %s: %s; its result is dropped", claim.task_id, claim.run_id, error.message)
+            return None
+        except SyncFailed as error:
+            # What has been promised cannot be kept; a rescuer settles what we hold.
+            log.critical("%s", error.message)
+            os._exit(EXIT_FAILED)
+        self._faults.reach("after_finish")
+        return following
+
+    def _finish(self, claim: Claim, ending: Ending) -> Claim | None:
+        if ending.attempt is None:
+            self._store.release(claim, effect=ending.effect, reason=ending.release or "released")
+            return None
+        if ending.attempt.outcome == "succeeded":
+            self._watch.done += 1
+        else:
+            self._watch.failed += 1
+        following, driver = self._store.finish(
+            claim,
+            ending.attempt,
+            effect=ending.effect,
+            next_claim=not self._draining(),
+            only_run=self._config.only_run,
+            lease_ms=self._timing.lease_ms,
+        )
+        if driver is not None:
+            self._store.wakes.wake(driver)
+        return following
+
+    def _give_back(self, claim: Claim) -> None:
+        try:
+            self._store.release(claim, effect=None, reason="drain")
+        except LeaseLost:
+            return
+        self._store.wake_workers(1)
+
+    # -- being idle ------------------------------------------------------------------------------------------------
+
+    def _sleep(self, idle: bool) -> bool:
+        """Say that we are idle, look once more, and sleep until called. Returns True: idle from now on."""
+        if not idle:
+            self._watch.park()
+            # What was finished last becomes durable before we rest.
+            self._store.set_process_state(self._config.process_id, "idle", durable=True)
+            if self._store.has_ready(self._config.only_run):
+                return True
+        watched: list[object] = [self._listener, self._self_pipe[0]]
+        if self._parent is not None:
+            watched.append(self._parent)
+        now = self._clock.monotonic()
+        if now >= self._next_beat:
+            self._beat()
+        timeout = max(0.0, min(IDLE_LOOK_SECONDS, self._next_beat - now))
+        readable, _, _ = select.select(watched, [], [], timeout)
+        if self._listener in readable:
+            wakeups.drain(self._listener)
+        if self._parent is not None and self._parent in readable:
+            log.warning("the supervisor is gone; draining")
+            self._watch.drain = True
+        return True
+
+    def _beat(self) -> None:
+        _, drain = self._store.renew(
+            self._config.process_id,
+            None,
+            lease_ms=self._timing.lease_ms,
+            rss=own_rss(),
+            done=self._watch.done,
+            failed=self._watch.failed,
+        )
+        if drain:
+            self._watch.drain = True
+        self._next_beat = self._clock.monotonic() + self._timing.heartbeat

@@ -1,0 +1,169 @@
+"""The second thread of a worker: while an attempt runs it renews the lease and watches for reasons to stop it.
+
+It wakes every 100 ms, or at once when somebody calls: reads the cancel flag of the run, renews the lease in time, sees
+the end of the supervisor. It never decides more than "cancel this token". An attempt that is still there long after its
+own limit means that the worker hangs: then the thread ends the process, and a rescuer takes over.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import select
+import socket
+import threading
+from pathlib import Path
+
+from agentctl.store import wakeups
+from agentctl.store.clock import Clock
+from agentctl.store.engine import Store, own_rss
+from agentctl.store.errors import AgentctlError
+from agentctl.store.gate import start_quiet_thread
+from agentctl.store.records import Claim
+from agentctl.store.timing import Timing
+
+log = logging.getLogger(__name__)
+
+POLL_SECONDS = 0.1
+HANG_EXIT_CODE = 75
+
+
+class Token:
+    """The cancel token of the attempt that runs: a descriptor that becomes readable, and the reason."""
+
+    def __init__(self) -> None:
+        self._fd = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
+        self._reason: str | None = None
+
+    def fileno(self) -> int:
+        return self._fd
+
+    @property
+    def cancelled(self) -> bool:
+        return self._reason is not None
+
+    @property
+    def reason(self) -> str | None:
+        return self._reason
+
+    def cancel(self, reason: str) -> None:
+        """End what runs. The first reason stays; it is safe to call from a signal handler."""
+        if self._reason is None:
+            self._reason = reason
+            os.eventfd_write(self._fd, 1)
+
+    def reset(self) -> None:
+        """Make ready for the next attempt."""
+        if self._reason is not None:
+            self._reason = None
+            os.eventfd_read(self._fd)
+
+
+class Watch:
+    """The thread and what it shares with the worker: the claim that runs, its token, the counters."""
+
+    def __init__(
+        self,
+        path: Path,
+        clock: Clock,
+        timing: Timing,
+        process_id: str,
+        listener: socket.socket,
+        parent_sentinel: int | None,
+    ) -> None:
+        self.token = Token()
+        self.drain = False
+        self.done = 0
+        self.failed = 0
+        self._path = path
+        self._clock = clock
+        self._timing = timing
+        self._process_id = process_id
+        self._listener = listener
+        self._parent = parent_sentinel
+        self._current: tuple[Claim, float] | None = None
+        self._active = threading.Event()
+        self._parked = threading.Event()
+        self._parked.set()
+        self._nudge = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
+        self._thread = start_quiet_thread(self._run, "watch")
+
+    def begin(self, claim: Claim) -> None:
+        """An attempt starts to run."""
+        self.token.reset()
+        self._current = (claim, self._clock.monotonic())
+        if not self._active.is_set():
+            self._parked.clear()
+            self._active.set()
+
+    def end(self) -> None:
+        """The attempt does not run any more; the thread stays awake for the next one."""
+        self._current = None
+
+    def park(self) -> None:
+        """The worker becomes idle: from now on the wake-up socket belongs to the main thread."""
+        self._current = None
+        if self._active.is_set():
+            self._active.clear()
+            os.eventfd_write(self._nudge, 1)
+            self._parked.wait()
+
+    def _run(self) -> None:
+        store: Store | None = None
+        next_beat = 0.0
+        while True:
+            if not self._active.is_set():
+                self._parked.set()
+                self._active.wait()
+                next_beat = self._clock.monotonic() + self._timing.heartbeat
+            watched: list[int | socket.socket] = [self._listener, self._nudge]
+            if self._parent is not None and not self.drain:
+                watched.append(self._parent)
+            readable, _, _ = select.select(watched, [], [], POLL_SECONDS)
+            if self._nudge in readable:
+                os.eventfd_read(self._nudge)
+                continue
+            if self._listener in readable:
+                wakeups.drain(self._listener)
+            if self._parent is not None and self._parent in readable:
+                self.drain = True
+            current = self._current
+            if current is None:
+                continue
+            try:
+                if store is None:
+                    store = Store(self._path, self._clock, cache_kib=256)
+                next_beat = self._look(store, current, next_beat)
+            except AgentctlError as error:
+                log.warning("the watch could not look: %s", error.message)
+
+    def _look(self, store: Store, current: tuple[Claim, float], next_beat: float) -> float:
+        claim, started = current
+        now = self._clock.monotonic()
+        if now > started + claim.timeout_ms / 1000 + self._timing.grace:
+            log.error("attempt %d of %s hangs beyond its limit; this worker ends", claim.number, claim.task_id)
+            os._exit(HANG_EXIT_CODE)
+        cancelled, _, deadline = store.stop_signals(claim.run_id)
+        if cancelled:
+            self._cancel(current, "cancel_requested")
+        elif deadline is not None and self._clock.now() > deadline:
+            self._cancel(current, "deadline")
+        if now >= next_beat:
+            held, drain = store.renew(
+                self._process_id,
+                claim.fence,
+                lease_ms=self._timing.lease_ms,
+                rss=own_rss(),
+                done=self.done,
+                failed=self.failed,
+            )
+            self.drain |= drain
+            if not held:
+                self._cancel(current, "lease_lost")
+            return self._clock.monotonic() + self._timing.heartbeat
+        return next_beat
+
+    def _cancel(self, current: tuple[Claim, float], reason: str) -> None:
+        # The attempt may have ended while we looked; the next one must not be hit.
+        if self._current is current:
+            self.token.cancel(reason)
