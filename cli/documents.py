@@ -1,0 +1,262 @@
+"""Verbs about documents, and how a run gets its inputs. Nothing here opens a database (contract 4.12)."""
+
+from __future__ import annotations
+
+import json
+import os
+import stat
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import click
+
+from agentctl.store.errors import EnvironmentFault, UsageError
+
+from .main import Settings, Verb, pass_settings
+from .render import Printer, clean, print_error, warn_findings
+
+if TYPE_CHECKING:
+    from agentctl.coordinator.definition import LoadedDocument
+    from agentctl.coordinator.plan import Plan
+
+MAX_INPUTS = 1 << 20
+"""Most bytes of the inputs on the command line."""
+
+MAX_INPUTS_FILE = 16 << 20
+"""Most bytes of an inputs file."""
+
+_Command = TypeVar("_Command", bound=Callable[..., Any])
+
+
+def input_options(function: _Command) -> _Command:
+    """`--input`, `--inputs` and `--inputs-file`, given as `pairs`, `inputs_text` and `inputs_file`."""
+    for option in (
+        click.option("--inputs-file", type=click.Path(), metavar="FILE", help="Inputs as a JSON file; - is stdin."),
+        click.option("--inputs", "inputs_text", metavar="JSON", help="Inputs as a JSON object."),
+        click.option(
+            "--input",
+            "pairs",
+            multiple=True,
+            metavar="KEY=VALUE",
+            help="One input; VALUE is read as JSON, or kept as text. Wins over --inputs.",
+        ),
+    ):
+        function = option(function)
+    return function
+
+
+def read_inputs(pairs: Sequence[str], text: str | None, file: str | None) -> dict[str, Any]:
+    """The inputs of the command line: `--inputs` or `--inputs-file`, and over them each `--input` (contract 4.12).
+
+    Raises `UsageError` for whatever is no JSON object, is too large, or cannot be read.
+    """
+    if text is not None and file is not None:
+        raise UsageError("--inputs and --inputs-file exclude each other", remedy="give one of them")
+    inputs: dict[str, Any] = {}
+    if text is not None:
+        if len(text.encode("utf-8", "surrogateescape")) > MAX_INPUTS:
+            raise UsageError(f"--inputs has more than {MAX_INPUTS} bytes", remedy="use --inputs-file FILE")
+        inputs = _json_object(text, "--inputs")
+    elif file is not None:
+        inputs = _json_object(_read_file(file), f"--inputs-file {file}")
+    seen: set[str] = set()
+    for pair in pairs:
+        key, equals, value = pair.partition("=")
+        if not key or not equals:
+            raise UsageError(f"--input {pair!r} is not KEY=VALUE", remedy='for example --input name="Ada"')
+        if key in seen:
+            raise UsageError(f"--input gives {key!r} twice", remedy="give each input once")
+        seen.add(key)
+        inputs[key] = _value(key, value)
+    return inputs
+
+
+def _value(key: str, text: str) -> Any:
+    """JSON where it is JSON, else the text itself. Values that JSON cannot carry exactly are refused."""
+    from agentctl.store.canonical import JsonError, check_value, parse_json
+
+    try:
+        json.loads(text, parse_constant=_not_json)
+    except (ValueError, RecursionError):
+        value: Any = text
+    else:
+        value = None
+    try:
+        if value is None:
+            return parse_json(text)
+        check_value(value)
+    except JsonError as error:
+        raise UsageError(f"--input {key}: {error.message}") from error
+    return value
+
+
+def _not_json(name: str) -> Any:
+    raise ValueError(name)
+
+
+def _json_object(text: str | bytes, what: str) -> dict[str, Any]:
+    from agentctl.store.canonical import JsonError, parse_json
+
+    try:
+        value = parse_json(text)
+    except JsonError as error:
+        raise UsageError(f"{what}: {error.message}", remedy='it must be a JSON object such as {"name": "Ada"}') from error
+    if not isinstance(value, dict):
+        raise UsageError(f"{what}: not a JSON object", remedy='it must be a JSON object such as {"name": "Ada"}')
+    return value
+
+
+def _read_file(file: str) -> bytes:
+    what = f"--inputs-file {file}"
+    try:
+        if file == "-":
+            data = sys.stdin.buffer.read(MAX_INPUTS_FILE + 1)
+        else:
+            # O_NONBLOCK: opening a FIFO that nobody writes would wait for ever.
+            descriptor = os.open(file, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC | os.O_NOCTTY)
+            with open(descriptor, "rb") as stream:
+                mode = os.fstat(descriptor).st_mode
+                if not stat.S_ISREG(mode):
+                    raise UsageError(f"{what}: not a regular file", remedy="pipe it in with --inputs-file -")
+                data = stream.read(MAX_INPUTS_FILE + 1)
+    except OSError as error:
+        raise UsageError(f"{what}: {error.strerror}", remedy="check the name of the file") from error
+    except ValueError as error:
+        raise UsageError(f"{what}: {error}", remedy="check the name of the file") from error
+    if len(data) > MAX_INPUTS_FILE:
+        raise UsageError(f"{what}: more than {MAX_INPUTS_FILE} bytes", remedy="let the tasks read large data as files")
+    return data
+
+
+def compile_file(file: str, given: dict[str, Any]) -> tuple[LoadedDocument, Plan]:
+    """Load and compile one workflow file with the inputs of the command line. Raises `DocumentError`."""
+    from agentctl.coordinator.compiler import compile_workflow
+    from agentctl.coordinator.definition import load_workflow
+
+    document = load_workflow(Path(file))
+    return document, compile_workflow(document, inputs=given)
+
+
+@click.command(cls=Verb)
+@click.argument("files", nargs=-1, required=True, metavar="FILE...")
+@input_options
+@pass_settings
+@click.pass_context
+def check(
+    context: click.Context,
+    settings: Settings,
+    files: tuple[str, ...],
+    pairs: tuple[str, ...],
+    inputs_text: str | None,
+    inputs_file: str | None,
+) -> None:
+    """Check workflow files: everything that can be known to be wrong before a run.
+
+    With JSON output each file gives one envelope: CheckResult on stdout or Error on stderr. Exit 2 if any is wrong.
+    """
+    given = read_inputs(pairs, inputs_text, inputs_file)
+    printer = Printer(settings)
+    wrong = False
+    for file in files:
+        try:
+            document, plan = compile_file(file, given)
+        except UsageError as error:
+            wrong = True
+            print_error(
+                settings,
+                error.message,
+                exit_code=error.exit_code,
+                code=error.code,
+                remedy=error.remedy,
+                diagnostics=getattr(error, "diagnostics", ()),
+            )
+            continue
+        warn_findings(settings, document.warnings)
+        data = {
+            "valid": True,
+            "workflow": plan.workflow_name,
+            "workflowDigest": plan.workflow_digest,
+            "planDigest": plan.plan_digest,
+            "tasks": len(plan.order),
+            "file": file,
+        }
+        noun = "task" if data["tasks"] == 1 else "tasks"
+        text = f"{clean(file)}: ok, workflow {clean(plan.workflow_name)}, {data['tasks']} {noun}"
+        printer.result("CheckResult", data, lambda out, text=text: out.line(text), document.warnings)  # type: ignore[misc]
+    if wrong:
+        context.exit(2)
+
+
+@click.command(cls=Verb)
+@click.argument("file")
+@input_options
+@pass_settings
+def plan(
+    settings: Settings, file: str, pairs: tuple[str, ...], inputs_text: str | None, inputs_file: str | None
+) -> None:
+    """Show the compiled plan of a workflow file: tasks in order with what they need."""
+    from agentctl.coordinator.plan import plan_as_json
+
+    document, compiled = compile_file(file, read_inputs(pairs, inputs_text, inputs_file))
+    warn_findings(settings, document.warnings)
+
+    def human(out: Printer) -> None:
+        out.line(f"workflow     {clean(compiled.workflow_name)}")
+        out.line(f"plan digest  {compiled.plan_digest}")
+        out.line(f"tasks        {len(compiled.order)}, at most {compiled.max_concurrency} at once")
+        out.line()
+        rows = [
+            (
+                task.position + 1,
+                task.id,
+                task.action_kind or task.uses_kind,
+                _few(task.needs),
+                task.failure,
+                task.retry.max_attempts,
+            )
+            for task in (compiled.tasks[name] for name in compiled.order)
+        ]
+        out.table(("#", "TASK", "ACTION", "NEEDS", "FAILURE", "ATTEMPTS"), rows)
+
+    data = plan_as_json(compiled) if settings.json or settings.verbose else None
+    Printer(settings).result("Plan", data, human, document.warnings)
+
+
+def _few(names: Sequence[str]) -> str:
+    if not names:
+        return "-"
+    return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
+
+
+@click.command(cls=Verb)
+@click.option("--write", "target", type=click.Path(), metavar="FILE", help="Write it to a file instead.")
+@pass_settings
+def schema(settings: Settings, target: str | None) -> None:
+    """Print the JSON Schema (Draft 2020-12) of workflow files, for editors."""
+    from agentctl.coordinator.definition import document_schema
+
+    data = document_schema()
+    text = json.dumps(data, ensure_ascii=False, indent=2) + "\n"
+    if target is not None:
+        _write_atomically(Path(target), text)
+    printer = Printer(settings)
+    if settings.json:
+        written = {"written": target} if target is not None else data
+        printer.result("Schema", written, lambda out: None)
+    elif target is not None:
+        printer.line(f"wrote {clean(target)}")
+    else:
+        click.echo(text, nl=False)
+
+
+def _write_atomically(target: Path, text: str) -> None:
+    temporary = target.with_name(f".{target.name}.agentctl.tmp")
+    try:
+        temporary.write_text(text, encoding="utf-8")
+        temporary.replace(target)
+    except (OSError, ValueError) as error:
+        temporary.unlink(missing_ok=True)
+        reason = error.strerror if isinstance(error, OSError) else str(error)
+        raise EnvironmentFault(f"cannot write {target}: {reason}", remedy="choose another place") from error

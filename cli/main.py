@@ -1,0 +1,348 @@
+"""The program `agentctl`: global options, verbs that are loaded when they are used, and what becomes of errors.
+
+Only click is imported here and `--help` imports nothing else. Global options may stand before or after the verb
+(contract, new verbs): every command carries them, and the last one wins.
+
+Exit codes (contract 4.10) are those of the error classes in `store.errors`. Besides them: 2 for usage errors found by
+click, 70 for an internal error, 130 after an interrupt, 141 when the reader of stdout is gone.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from gettext import gettext
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+import click
+
+PROGRAM = "agentctl"
+COMPLETE_VARIABLE = "_AGENTCTL_COMPLETE"
+DEFAULT_DATABASE = ".agentctl/runtime.db"
+
+EXIT_INTERNAL = 70
+EXIT_INTERRUPTED = 130
+EXIT_PIPE = 141
+
+OUTPUTS = ("human", "json", "jsonl")
+COLORS = ("auto", "always", "never")
+
+
+@dataclass(slots=True)
+class Settings:
+    """The global options."""
+
+    database: Path
+    output: str = "human"
+    color: str = "auto"
+    verbose: bool = False
+
+    @property
+    def json(self) -> bool:
+        """Whether programs read the output."""
+        return self.output != "human"
+
+
+def settings_of(context: click.Context) -> Settings:
+    """The one settings object of this invocation."""
+    root = context.find_root()
+    if root.obj is None:
+        root.obj = Settings(Path(os.environ.get("AGENTCTL_DB") or DEFAULT_DATABASE))
+    settings: Settings = root.obj
+    return settings
+
+
+pass_settings = click.make_pass_decorator(Settings)
+
+
+def _store(name: str) -> Callable[[click.Context, click.Parameter, Any], None]:
+    def keep(context: click.Context, parameter: click.Parameter, value: Any) -> None:
+        settings = settings_of(context)
+        if value is not None:
+            setattr(settings, name, value)
+
+    return keep
+
+
+def _global_options() -> list[click.Option]:
+    return [
+        click.Option(
+            ["--db"],
+            type=click.Path(path_type=Path),
+            metavar="PATH",
+            expose_value=False,
+            callback=_store("database"),
+            help=f"The database; AGENTCTL_DB, else {DEFAULT_DATABASE}.",
+        ),
+        click.Option(
+            ["--output"],
+            type=click.Choice(OUTPUTS),
+            expose_value=False,
+            callback=_store("output"),
+            help="For people, or one JSON envelope, or JSON lines while it goes on.",
+        ),
+        click.Option(
+            ["--color"],
+            type=click.Choice(COLORS),
+            expose_value=False,
+            callback=_store("color"),
+            help="Colours; auto: on a terminal without NO_COLOR.",
+        ),
+        click.Option(
+            ["--verbose"],
+            is_flag=True,
+            default=None,
+            expose_value=False,
+            callback=_store("verbose"),
+            help="Say more: log lines, details, tracebacks of internal errors.",
+        ),
+    ]
+
+
+class _WithGlobals(click.Command):
+    """A command that takes the global options, too, and shows them last in its help."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.globals = _global_options()
+        self.params = [*self.params, *self.globals]
+
+    def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        own = [p.get_help_record(ctx) for p in self.get_params(ctx) if p not in self.globals]
+        rows = [row for row in own if row is not None]
+        if rows:
+            with formatter.section(gettext("Options")):
+                formatter.write_dl(rows)
+        rows = [row for option in self.globals if (row := option.get_help_record(ctx)) is not None]
+        with formatter.section(gettext("Global options, before or after the verb")):
+            formatter.write_dl(rows)
+
+
+class Verb(_WithGlobals):
+    """A verb."""
+
+
+class VerbGroup(_WithGlobals, click.Group):
+    """A verb with verbs of its own: `runs list`, `workers start`."""
+
+    command_class = Verb
+
+    def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        _WithGlobals.format_options(self, ctx, formatter)
+        self.format_commands(ctx, formatter)
+
+    def resolve_command(
+        self, ctx: click.Context, args: list[str]
+    ) -> tuple[str | None, click.Command | None, list[str]]:
+        name = args[0]
+        if self.get_command(ctx, name) is None and not name.startswith("-"):
+            from difflib import get_close_matches
+
+            close = get_close_matches(name, self.list_commands(ctx), n=1)
+            hint = f" Did you mean {close[0]!r}?" if close else ""
+            raise click.UsageError(f"No such command {name!r}.{hint}", ctx)
+        return super().resolve_command(ctx, args)
+
+
+_VERBS: dict[str, tuple[str, str, str]] = {
+    "check": ("documents", "check", "Check workflow files; nothing is executed or written."),
+    "plan": ("documents", "plan", "Show the compiled plan of a workflow file."),
+    "schema": ("documents", "schema", "Print the JSON Schema of workflow files, for editors."),
+    "run": ("run", "run", "Run a workflow file here and wait for its end."),
+    "submit": ("run", "submit", "Hand a workflow file to the pool and return."),
+    "resume": ("run", "resume", "Go on with a run and wait for its end."),
+    "cancel": ("run", "cancel", "Cancel a run; its commands are ended."),
+    "wait": ("run", "wait", "Wait for the end of a run."),
+    "watch": ("run", "watch", "Follow a run until its end."),
+    "status": ("show", "status", "How a run stands, and why things wait."),
+    "inspect": ("show", "inspect", "Everything that is recorded about a run."),
+    "logs": ("show", "logs", "What the commands of a run have printed."),
+    "events": ("show", "events", "The audit trail of a run."),
+    "runs": ("show", "runs", "List runs."),
+    "workers": ("workers", "workers", "Start, list, drain and stop workers."),
+    "coordinator": ("workers", "coordinator", "Start a coordinator alone."),
+    "version": ("misc", "version", "Show the version."),
+    "completion": ("misc", "completion", "Print a completion script for a shell."),
+}
+
+
+class _Program(VerbGroup):
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        return list(_VERBS)
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+        entry = _VERBS.get(cmd_name)
+        if entry is None:
+            return None
+        command: click.Command = getattr(import_module(f"{__package__}.{entry[0]}"), entry[1])
+        return command
+
+    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        with formatter.section(gettext("Verbs")):
+            formatter.write_dl([(name, entry[2]) for name, entry in _VERBS.items()])
+
+
+def _show_version(context: click.Context, parameter: click.Parameter, value: bool) -> None:
+    if value and not context.resilient_parsing:
+        from .misc import own_version
+
+        click.echo(f"{PROGRAM} {own_version()}")
+        context.exit()
+
+
+@click.command(cls=_Program, name=PROGRAM, context_settings={"help_option_names": ["-h", "--help"]})
+@click.option("--version", is_flag=True, expose_value=False, is_eager=True, callback=_show_version)
+@click.pass_context
+def program(context: click.Context) -> None:
+    """Durable workflows of commands and files on one machine.
+
+    `agentctl run FILE` executes a workflow. `agentctl workers start` keeps a pool for those of `agentctl submit`.
+    """
+    settings_of(context)
+
+
+def run(arguments: Sequence[str] | None = None) -> None:
+    """Execute one command line and end the process with its exit code."""
+    given = list(sys.argv[1:] if arguments is None else arguments)
+    for stream in (sys.stdout, sys.stderr):
+        # Backslashes for what UTF-8 cannot carry: the result is readable, and valid inside of JSON.
+        if stream is not None and hasattr(stream, "reconfigure"):
+            stream.reconfigure(encoding="utf-8", errors="backslashreplace")
+    code = _end_output(_execute(given))
+    sys.exit(code)
+
+
+def _execute(given: list[str]) -> int:
+    settings = Settings(Path(), *_early(given))
+    try:
+        instruction = os.environ.get(COMPLETE_VARIABLE)
+        if instruction:
+            from click.shell_completion import shell_complete
+
+            return shell_complete(program, {}, PROGRAM, COMPLETE_VARIABLE, instruction)
+        context = program.make_context(PROGRAM, given)
+        settings = settings_of(context)
+        if settings.verbose:
+            _log_to_stderr()
+        with context:
+            program.invoke(context)
+        return 0
+    except click.exceptions.Exit as end:
+        return end.exit_code
+    except (KeyboardInterrupt, click.Abort):
+        return EXIT_INTERRUPTED
+    except BrokenPipeError:
+        return EXIT_PIPE
+    except click.ClickException as error:
+        return _click_error(settings, error)
+    except Exception as error:
+        return _failure(settings, error)
+
+
+def _early(given: Sequence[str]) -> tuple[str, str, bool]:
+    """Output, color and verbose as far as they can be seen before the line is understood; for usage errors."""
+    words = {"--output": "human", "--color": "auto"}
+    choices = {"--output": OUTPUTS, "--color": COLORS}
+    for index, word in enumerate(given):
+        if word == "--":
+            break
+        name, equals, value = word.partition("=")
+        if name in words:
+            value = value if equals else (given[index + 1] if index + 1 < len(given) else "")
+            if value in choices[name]:
+                words[name] = value
+    return words["--output"], words["--color"], "--verbose" in given
+
+
+def _click_error(settings: Settings, error: click.ClickException) -> int:
+    from .render import print_error
+
+    context = getattr(error, "ctx", None)
+    if isinstance(error, click.exceptions.NoArgsIsHelpError) and not settings.json:
+        click.echo(error.format_message(), err=True)
+        return error.exit_code
+    if isinstance(error, click.exceptions.NoArgsIsHelpError):
+        message, remedy = "no verb was given", f"`{PROGRAM} --help` lists them"
+    else:
+        message = error.format_message()
+        remedy = f"`{context.command_path} --help` shows the usage" if context is not None else None
+    print_error(settings, message, exit_code=error.exit_code, code="usage", remedy=remedy)
+    return error.exit_code
+
+
+def _failure(settings: Settings, error: Exception) -> int:
+    from agentctl.store.errors import AgentctlError
+
+    from .render import print_error
+
+    if isinstance(error, AgentctlError):
+        # Findings of a document travel as data; reading them by name keeps the compiler out of every start.
+        diagnostics = getattr(error, "diagnostics", ())
+        print_error(
+            settings,
+            error.message,
+            exit_code=error.exit_code,
+            code=error.code,
+            remedy=error.remedy,
+            run_id=error.run_id,
+            diagnostics=diagnostics,
+        )
+        return error.exit_code
+    if isinstance(error, OSError) and error.errno is not None:
+        place = f"{error.filename}: " if error.filename else ""
+        print_error(settings, f"{place}{error.strerror}", exit_code=5, code="environment")
+        _traceback(settings)
+        return 5
+    print_error(
+        settings,
+        f"internal error: {type(error).__name__}: {error}",
+        exit_code=EXIT_INTERNAL,
+        code="internal",
+        remedy="please report it, with what --verbose shows",
+        bare=True,
+    )
+    _traceback(settings)
+    return EXIT_INTERNAL
+
+
+def _traceback(settings: Settings) -> None:
+    if settings.verbose:
+        import traceback
+
+        click.echo(traceback.format_exc().rstrip(), err=True)
+
+
+def _log_to_stderr() -> None:
+    import logging
+
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+
+
+def _end_output(code: int) -> int:
+    """Write out what is buffered. A reader that is gone ends in silence: nothing is left for interpreter shutdown."""
+    for number, stream in ((1, sys.stdout), (2, sys.stderr)):
+        if stream is None:
+            continue
+        try:
+            stream.flush()
+        except OSError as error:
+            abandon(number)
+            if number == 1:
+                code = EXIT_PIPE if isinstance(error, BrokenPipeError) else 5
+    if code == EXIT_PIPE:
+        abandon(1)
+    return code
+
+
+def abandon(number: int) -> None:
+    """Let a lost descriptor swallow what Python still holds for it, and all that follows."""
+    try:
+        nothing = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(nothing, number)
+        os.close(nothing)
+    except OSError:
+        return

@@ -1,0 +1,376 @@
+"""What people and programs get to see: envelopes, lines, tables, progress.
+
+Programs get the envelope of contract 4.11, one a line, always UTF-8. People get plain lines; rich is imported only for
+live progress on a terminal. Colours follow `--color`, and NO_COLOR in `auto`. Text that comes from documents and
+commands is shown without control characters, so that it cannot steer a terminal.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
+from typing import TYPE_CHECKING, Any, Protocol, TextIO
+
+import click
+
+from .main import Settings, abandon
+
+if TYPE_CHECKING:
+    from rich.console import Group
+    from rich.live import Live
+
+API_VERSION = "agentctl.dev/cli/v1"
+
+_STATE_COLORS = {
+    "succeeded": "green",
+    "failed": "red",
+    "cancelled": "yellow",
+    "skipped": "bright_black",
+    "paused": "yellow",
+    "running": "cyan",
+    "uncertain": "magenta",
+    "dead": "red",
+    "busy": "cyan",
+    "idle": "green",
+}
+
+_ORDER = (
+    "succeeded",
+    "failed",
+    "skipped",
+    "cancelled",
+    "running",
+    "ready",
+    "retry_scheduled",
+    "waiting_for_approval",
+    "waiting_for_effect",
+    "pending",
+)
+
+
+def wants_color(settings: Settings, stream: TextIO | None) -> bool:
+    """Whether colours belong on this stream."""
+    if settings.color != "auto":
+        return settings.color == "always"
+    if stream is None or os.environ.get("NO_COLOR") or os.environ.get("TERM") == "dumb":
+        return False
+    return stream.isatty()
+
+
+def is_terminal(stream: TextIO | None) -> bool:
+    """Whether something can be redrawn there."""
+    return stream is not None and stream.isatty() and os.environ.get("TERM") != "dumb"
+
+
+def clean(text: object) -> str:
+    """Text from elsewhere on one line, with control characters shown as escapes."""
+    shown = str(text)
+    if shown.isprintable():
+        return shown
+    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode("ascii") for c in shown)
+
+
+def clean_lines(text: object) -> str:
+    """Like `clean`, with its line breaks kept."""
+    return "\n".join(clean(line) for line in str(text).splitlines())
+
+
+# -- programs ----------------------------------------------------------------------------------------------------
+
+
+def envelope(kind: str, data: Any, diagnostics: Iterable[Any] = ()) -> str:
+    """The success envelope as one line."""
+    body = {
+        "apiVersion": API_VERSION,
+        "kind": kind,
+        "ok": True,
+        "data": data,
+        "diagnostics": [item if isinstance(item, dict) else item.as_json() for item in diagnostics],
+    }
+    return json.dumps(body, ensure_ascii=False, separators=(",", ":"))
+
+
+def print_error(
+    settings: Settings,
+    message: str,
+    *,
+    exit_code: int,
+    code: str,
+    remedy: str | None = None,
+    run_id: str | None = None,
+    diagnostics: Sequence[Any] = (),
+    bare: bool = False,
+) -> None:
+    """An error on stderr: the Error envelope for programs, message and remedy for people. Never raises."""
+    with suppress(OSError):
+        if settings.json:
+            body = {
+                "apiVersion": API_VERSION,
+                "kind": "Error",
+                "ok": False,
+                "error": {
+                    "message": message,
+                    "exitCode": exit_code,
+                    "code": code,
+                    "runId": run_id,
+                    "traceId": None,
+                    "remedy": remedy,
+                },
+                "diagnostics": [item.as_json() for item in diagnostics],
+            }
+            click.echo(json.dumps(body, ensure_ascii=False, separators=(",", ":")), err=True)
+            return
+        color = wants_color(settings, sys.stderr)
+        if diagnostics:
+            for item in diagnostics:
+                _finding(item, color=color)
+            return
+        lead = "" if bare else _paint("error: ", "red", color)
+        click.echo(lead + clean_lines(message), err=True, color=color)
+        if remedy:
+            click.echo("  " + clean_lines(remedy), err=True, color=color)
+
+
+def _finding(item: Any, *, color: bool) -> None:
+    place = ":".join(clean(part) for part in (item.file, item.line, item.column) if part is not None)
+    lead = _paint(f"{item.severity}: ", "red" if item.severity == "error" else "yellow", color)
+    path = f" ({clean(item.path)})" if item.path else ""
+    text = f"{place}: " if place else ""
+    click.echo(f"{text}{lead}{item.code}: {clean(item.message)}{path}", err=True, color=color)
+    if item.help:
+        click.echo(f"  {clean(item.help)}", err=True, color=color)
+
+
+def warn(settings: Settings, message: str) -> None:
+    """A warning on stderr. Never raises."""
+    with suppress(OSError):
+        color = wants_color(settings, sys.stderr)
+        click.echo(_paint("warning: ", "yellow", color) + clean_lines(message), err=True, color=color)
+
+
+def warn_findings(settings: Settings, diagnostics: Sequence[Any]) -> None:
+    """Warnings about a document on stderr, for people; programs find them in their envelope. Never raises."""
+    if not settings.json:
+        with suppress(OSError):
+            for item in diagnostics:
+                _finding(item, color=wants_color(settings, sys.stderr))
+
+
+# -- people ------------------------------------------------------------------------------------------------------
+
+
+def _paint(text: str, color: str, wanted: bool) -> str:
+    return click.style(text, fg=color) if wanted else text
+
+
+class Printer:
+    """Stdout of one command."""
+
+    def __init__(self, settings: Settings) -> None:
+        self.settings = settings
+        self.color = wants_color(settings, sys.stdout)
+
+    def result(
+        self, kind: str, data: Any, human: Callable[[Printer], None], diagnostics: Iterable[Any] = ()
+    ) -> None:
+        """The envelope for programs; for people what `human` prints, and with --verbose the data as well."""
+        if self.settings.json:
+            click.echo(envelope(kind, data, diagnostics))
+            return
+        human(self)
+        if self.settings.verbose:
+            self.line(json.dumps(data, ensure_ascii=False, indent=2))
+
+    def line(self, text: str = "") -> None:
+        """One line, already clean."""
+        click.echo(text, color=self.color)
+
+    def state(self, word: str) -> str:
+        """A state in its colour."""
+        return self.paint(word, _STATE_COLORS.get(word))
+
+    def paint(self, text: str, color: str | None) -> str:
+        """Text in a colour, where colours are wanted."""
+        return click.style(text, fg=color) if self.color and color is not None else text
+
+    def bold(self, text: str) -> str:
+        """Text that stands out."""
+        return click.style(text, bold=True) if self.color else text
+
+    def table(self, heads: Sequence[str], rows: Sequence[Sequence[object]], *, states: int | None = None) -> None:
+        """Columns with two blanks between them; `states` is the column that is painted by its state."""
+        shown = [[clean("-" if cell is None else cell) for cell in row] for row in rows]
+        widths = [max([len(head), *(len(row[i]) for row in shown)]) for i, head in enumerate(heads)]
+        lines = [self.bold(_pad(heads, widths))]
+        for row in shown:
+            cells = list(row)
+            if states is not None:
+                gap = " " * (widths[states] - len(cells[states]))
+                cells[states] = self.state(cells[states]) + gap
+            lines.append(_pad(cells, widths, ready=states))
+        self.line("\n".join(lines))
+
+
+def _pad(cells: Sequence[str], widths: Sequence[int], *, ready: int | None = None) -> str:
+    parts = [
+        cell if i == ready else cell.ljust(width)
+        for i, (cell, width) in enumerate(zip(cells, widths, strict=True))
+    ]
+    return "  ".join(parts).rstrip()
+
+
+def when(milliseconds: int | None) -> str:
+    """A stored time as local time."""
+    if milliseconds is None:
+        return "-"
+    from datetime import datetime
+
+    return datetime.fromtimestamp(milliseconds / 1000).astimezone().strftime("%Y-%m-%d %H:%M:%S")
+
+
+def duration(milliseconds: float) -> str:
+    """A span of time for people."""
+    seconds = max(0.0, milliseconds / 1000)
+    if seconds < 100:
+        return f"{seconds:.1f} s" if seconds < 10 else f"{seconds:.0f} s"
+    if seconds < 6000:
+        return f"{int(seconds) // 60} min {int(seconds) % 60} s"
+    return f"{int(seconds) // 3600} h {int(seconds) % 3600 // 60} min"
+
+
+def size(number: int) -> str:
+    """A number of bytes for people."""
+    amount = float(number)
+    for unit in ("B", "KiB", "MiB"):
+        if amount < 1024:
+            return f"{amount:.0f} {unit}"
+        amount /= 1024
+    return f"{amount:.1f} GiB"
+
+
+def counts_text(counts: Mapping[str, int]) -> str:
+    """`98 succeeded, 2 failed`, final states first."""
+    known = [f"{counts[state]} {state}" for state in _ORDER if counts.get(state)]
+    return ", ".join(known + [f"{number} {state}" for state, number in counts.items() if state not in _ORDER])
+
+
+def ended(counts: Mapping[str, int]) -> int:
+    """How many tasks have ended."""
+    return sum(counts.get(state, 0) for state in _ORDER[:4])
+
+
+# -- progress ----------------------------------------------------------------------------------------------------
+
+
+class Progress(Protocol):
+    """Shows how a run goes on. `interval` is the shortest time in seconds between two updates."""
+
+    interval: float
+
+    def update(self, progress: Mapping[str, Any]) -> None:
+        """Show this state. May raise OSError when the reader is gone."""
+        ...
+
+    def close(self) -> None:
+        """Leave the stream as it was found."""
+        ...
+
+
+class SilentProgress:
+    """Shows nothing: programs read only the end."""
+
+    interval = 3600.0
+
+    def update(self, progress: Mapping[str, Any]) -> None:
+        return
+
+    def close(self) -> None:
+        return
+
+
+class PlainProgress:
+    """At most one line a second, and only when something has changed."""
+
+    interval = 1.0
+
+    def __init__(self, printer: Printer) -> None:
+        self._printer = printer
+        self._last = ""
+
+    def update(self, progress: Mapping[str, Any]) -> None:
+        counts = progress["taskCounts"]
+        text = f"{ended(counts)}/{progress['taskCount']} done, {counts.get('running', 0)} running"
+        for state in ("failed", "retry_scheduled", "waiting_for_approval", "waiting_for_effect"):
+            if counts.get(state):
+                text += f", {counts[state]} {state.replace('_', ' ')}"
+        if text != self._last:
+            self._last = text
+            self._printer.line(text)
+
+    def close(self) -> None:
+        return
+
+
+class LiveProgress:
+    """A bar with counts, and the running tasks, redrawn in place."""
+
+    interval = 0.2
+
+    def __init__(self, printer: Printer) -> None:
+        from rich.console import Console
+        from rich.live import Live
+
+        console = Console(no_color=not printer.color, highlight=False)
+        self._live: Live = Live(console=console, transient=True, auto_refresh=False)
+        self._live.start()
+
+    def update(self, progress: Mapping[str, Any]) -> None:
+        self._live.update(_live_picture(progress), refresh=True)
+
+    def close(self) -> None:
+        self._live.stop()
+
+
+def _live_picture(progress: Mapping[str, Any]) -> Group:
+    from rich.console import Group
+    from rich.progress_bar import ProgressBar
+    from rich.table import Table
+    from rich.text import Text
+
+    counts, total = progress["taskCounts"], progress["taskCount"]
+    head = Table.grid(padding=(0, 1))
+    failed = bool(counts.get("failed"))
+    style = "red" if failed else "green"
+    head.add_row(
+        Text(clean(progress["workflow"]), style="bold"),
+        ProgressBar(total=total, completed=ended(counts), width=30, complete_style=style, finished_style=style),
+        Text(f"{ended(counts)}/{total}"),
+        Text(counts_text({s: n for s, n in counts.items() if s != "pending"})),
+    )
+    lines: list[Any] = [head]
+    if progress["cancelRequested"]:
+        lines.append(Text("  being cancelled", style="yellow"))
+    for task in progress["running"]:
+        again = f" (attempt {task['attempt']})" if task["attempt"] > 1 else ""
+        lines.append(Text(f"  {clean(task['taskId'])}{again}", style="cyan"))
+    more = counts.get("running", 0) - len(progress["running"])
+    if more > 0:
+        lines.append(Text(f"  and {more} more"))
+    return Group(*lines)
+
+
+def progress_for(printer: Printer) -> Progress:
+    """What fits to stdout: nothing for programs, live on a terminal, plain lines elsewhere."""
+    if printer.settings.json:
+        return SilentProgress()
+    if is_terminal(sys.stdout):
+        return LiveProgress(printer)
+    return PlainProgress(printer)
+
+
+def give_up_stdout() -> None:
+    """The reader of stdout is gone and the work goes on: whatever is printed from here on is swallowed."""
+    abandon(1)
