@@ -5,15 +5,15 @@ from __future__ import annotations
 import os
 import platform
 import statistics
+import tempfile
 import time
 from pathlib import Path
 
 
 def sync_milliseconds(folder: Path, count: int = 200) -> tuple[float, float]:
     """Median and 99th percentile of `fdatasync` after 4 KiB: what a durable commit costs at least."""
-    path = folder / "sync-probe"
     samples = []
-    descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
+    descriptor, path = tempfile.mkstemp(prefix="sync-probe-", dir=folder)
     try:
         for number in range(count):
             os.pwrite(descriptor, b"x" * 4096, number * 4096)
@@ -22,7 +22,7 @@ def sync_milliseconds(folder: Path, count: int = 200) -> tuple[float, float]:
             samples.append((time.perf_counter() - started) * 1000)
     finally:
         os.close(descriptor)
-        path.unlink()
+        Path(path).unlink()
     return statistics.median(samples), percentile(samples, 99)
 
 

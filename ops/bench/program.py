@@ -5,6 +5,7 @@ from __future__ import annotations
 import datetime
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -20,6 +21,7 @@ from processes import end_tree, until
 Record = dict[str, Any]
 
 LONGEST_CALL = 900.0
+RUN_ID = re.compile(r"run-[0-9a-f-]{32,36}")
 
 
 class CallFailed(Exception):
@@ -49,7 +51,7 @@ class Program:
 
     def argv(self, *words: str) -> list[str]:
         """The command line, noted once for the report."""
-        shown = " ".join(["agentctl", *words]).replace(str(self.folder), "$DIR")
+        shown = RUN_ID.sub("RUN", " ".join(["agentctl", *words]).replace(str(self.folder), "$DIR"))
         if shown not in self.commands:
             self.commands.append(shown)
         return [self.path, *words]

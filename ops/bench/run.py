@@ -142,6 +142,8 @@ def main() -> None:
     about = machine.describe(Path(tempfile.gettempdir()))
     about.append(("date", time.strftime("%Y-%m-%d")))
     about.append(("scale", "quick: these numbers are no results" if options.quick else "full"))
+    if machine.filesystem_of(Path(tempfile.gettempdir())) in ("tmpfs", "ramfs"):
+        say("the temporary folder is memory, where syncs cost nothing: set TMPDIR to a folder on a disk")
     ours: list[Row] = []
     peers: list[PeerRow] = []
     for figure in options.only:
