@@ -60,11 +60,13 @@ class Row:
 
     @property
     def verdict(self) -> str:
-        if self.must is None or not self.values:
+        if not self.values or (self.must is None and self.aim is None):
             return ""
-        if not self.reaches(self.must):
-            return "missed"
-        return "aim" if self.aim is not None and self.reaches(self.aim) else "must"
+        if self.aim is not None and self.reaches(self.aim):
+            return "aim"
+        if self.must is None:
+            return "aim missed"
+        return "must" if self.reaches(self.must) else "missed"
 
     def reaches(self, bound: float) -> bool:
         return self.median <= bound if self.most else self.median >= bound
@@ -89,9 +91,7 @@ class Bench:
 Figure = Callable[[Bench], list[Row]]
 
 
-def throughput(
-    bench: Bench, write: Callable[[Path], Path], count: int, pool: bool, rows: list[Row]
-) -> list[Row]:
+def throughput(bench: Bench, write: Callable[[Path], Path], count: int, pool: bool, rows: list[Row]) -> list[Row]:
     """Tasks per second of `count` tasks in one run, on a fresh database for each repeat."""
     for _ in range(bench.repeat):
         with bench.program() as program:

@@ -97,9 +97,7 @@ def peer_lines(rows: list[PeerRow], ours: list[Row]) -> list[list[str]]:
         shown = NOT_MEASURED if ratio is None else f"**{number(ratio)}**"
         what = f"{row.peer} {row.version} ({row.note})"
         rate = f"{number(row.median)} tasks/s"
-        lines.append(
-            [row.figure, what, rate, spread(row.values), shown, number(row.must), number(row.aim), verdict]
-        )
+        lines.append([row.figure, what, rate, spread(row.values), shown, number(row.must), number(row.aim), verdict])
     return lines
 
 

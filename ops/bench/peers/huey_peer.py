@@ -59,9 +59,7 @@ def consumer(workers: int) -> Iterator[None]:
     command += ["--worker-type", "process", "--no-periodic", "--quiet"]
     command += ["--delay", "0.02", "--max-delay", "0.05"]
     here = str(Path(__file__).parent)
-    child = subprocess.Popen(
-        command, cwd=here, stderr=subprocess.DEVNULL, env=os.environ | {"PYTHONPATH": here}
-    )
+    child = subprocess.Popen(command, cwd=here, stderr=subprocess.DEVNULL, env=os.environ | {"PYTHONPATH": here})
     try:
         yield
     finally:
