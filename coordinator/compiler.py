@@ -110,6 +110,7 @@ class _Source:
     path: Path
     needs: tuple[str, ...]
     vars: dict[str, Any]
+    needed: frozenset[str] = frozenset()
     fanout: Fanout | None = None
     child_ids: tuple[str, ...] = ()
     action_name: str = ""
@@ -171,9 +172,7 @@ class _Compiler:
             raise DocumentError(self.found.values())
 
     def unsupported(self, feature: str, path: Sequence[str | int], help: str | None = None) -> None:
-        self.report(
-            "unsupported_capability", f"{feature} is not supported by this version", path, help=help, key=True
-        )
+        self.report("unsupported_capability", f"{feature} is not supported by this version", path, help=help, key=True)
 
     def _check_given(self, values: Mapping[str, Any] | None, what: str) -> None:
         try:
@@ -212,7 +211,7 @@ class _Compiler:
         if self.given and not self.given.keys().isdisjoint(own):
             own = {name: value for name, value in own.items() if name not in self.given}
         needs = tuple(dict.fromkeys(task.needs)) if len(task.needs) > 1 else tuple(task.needs)
-        source = _Source(index, task, path, needs, own)
+        source = _Source(index, task, path, needs, own, frozenset(needs))
         if task.foreach is None and task.matrix is None:
             return source
         plain = {name: value for name, value in own.items() if not has_template(value)}
@@ -259,10 +258,7 @@ class _Compiler:
                 continue
             parent = source.task.id
             source.child_ids = tuple(
-                [
-                    expansion_id(parent, index, bindings)
-                    for index, bindings in enumerate(source.fanout.bindings())
-                ]
+                [expansion_id(parent, index, bindings) for index, bindings in enumerate(source.fanout.bindings())]
             )
             for child in first.keys() & source.child_ids:
                 message = f"the task id {child!r} is also that of a child of {parent!r}"
@@ -296,9 +292,7 @@ class _Compiler:
                 self.unsupported("runtime.budgets", ("spec", "runtime", "budgets", name))
         for name, agent in spec.agents.items():
             if agent.vars_files:
-                self.unsupported(
-                    "varsFiles", ("spec", "agents", name, "varsFiles"), "write the variables into vars"
-                )
+                self.unsupported("varsFiles", ("spec", "agents", name, "varsFiles"), "write the variables into vars")
 
     def check_declarations(self) -> None:
         """References and schemas of what is declared, used or not."""
@@ -332,10 +326,11 @@ class _Compiler:
             place = ("spec", "memory", "longTerm", "embedding", "provider")
             self.missing("provider", long_term.embedding.provider, spec.providers, place)
 
-    def missing(
-        self, what: str, name: str, known: Mapping[str, Any] | set[str], path: Sequence[str | int]
-    ) -> None:
-        hint = did_you_mean(name, known, else_list=f"known {what}s")
+    def missing(self, what: str, name: str, known: Mapping[str, Any] | set[str], path: Sequence[str | int]) -> None:
+        # Likeness is dear among thousands of names, and nobody reads hints by the hundred.
+        hint = None
+        if len(self.found) < 20:
+            hint = did_you_mean(name, known, else_list=f"known {what}s")
         self.report("missing_reference", f"there is no {what} {name!r}", path, help=hint)
 
     def check_schema(self, schema: Any, path: Sequence[str | int]) -> None:
@@ -371,9 +366,7 @@ class _Compiler:
 
         kind, _, name = task.uses.partition(":")
         if kind != "action":
-            feature = {"router": "a router", "agent": f"an agent ({name})"}.get(
-                kind, f"a sub-workflow ({name})"
-            )
+            feature = {"router": "a router", "agent": f"an agent ({name})"}.get(kind, f"a sub-workflow ({name})")
             self.unsupported(feature, (*path, "uses"))
             return
         action = self.spec.actions.get(name)
@@ -386,9 +379,7 @@ class _Compiler:
             self.unsupported(f"an action of kind {action.kind}", (*path, "uses"))
             return
         source.predictability = facts.predictability
-        source.input = (
-            {**action.with_, **task.with_} if action.with_ and task.with_ else task.with_ or action.with_
-        )
+        source.input = {**action.with_, **task.with_} if action.with_ and task.with_ else task.with_ or action.with_
         default = self.spec.runtime.default_timeout_seconds
         limit = action.timeout_seconds if action.kind in PROCESS_KINDS else None
         source.timeout_seconds = limit or task.timeout_seconds or default
@@ -551,7 +542,7 @@ class _Compiler:
             if name not in ids:
                 for place in [path] if condition else _reading(value, path, name):
                     self.missing("task", name, ids, place)
-            elif source is not None and name not in source.needs:
+            elif source is not None and name not in source.needed:
                 for place in [path] if condition else _reading(value, path, name):
                     message = f"{source.task.id!r} reads the output of {name!r} without needing it"
                     self.report("invalid_template", message, place, help=f"add {name} to needs")
@@ -574,9 +565,7 @@ class _Compiler:
                 source.memory_writes = tuple(declared)
                 if literal is not None and literal not in declared:
                     message = f"the key {literal!r} is written but not in memoryWrites"
-                    self.report(
-                        "schema_violation", message, place, help=f"add {literal}, or leave memoryWrites out"
-                    )
+                    self.report("schema_violation", message, place, help=f"add {literal}, or leave memoryWrites out")
             elif literal is not None:
                 source.memory_writes = (literal,)
             elif type(key) is str:

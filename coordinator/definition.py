@@ -65,9 +65,7 @@ def _camel(name: str) -> str:
 class Part(BaseModel):
     """Base of all models: strict types, camelCase names, no unknown fields."""
 
-    model_config = ConfigDict(
-        extra="forbid", strict=True, frozen=True, alias_generator=_camel, populate_by_name=False
-    )
+    model_config = ConfigDict(extra="forbid", strict=True, frozen=True, alias_generator=_camel, populate_by_name=False)
 
 
 def _schema_shape(value: Any) -> Any:
@@ -99,9 +97,7 @@ def _unique(value: list[str]) -> list[str]:
 
 
 Text = Annotated[str, Field(min_length=1)]
-SchemaValue = Annotated[
-    Any, AfterValidator(_schema_shape), WithJsonSchema({"type": ["object", "boolean", "null"]})
-]
+SchemaValue = Annotated[Any, AfterValidator(_schema_shape), WithJsonSchema({"type": ["object", "boolean", "null"]})]
 Items = Annotated[
     Any,
     AfterValidator(_list_or_template),
@@ -141,9 +137,7 @@ ActionKind = Literal[
 class SecretProcess(Part):
     """A command that prints a secret."""
 
-    command: Text = Field(
-        description="Program whose standard output is the secret; its basename must be allowlisted."
-    )
+    command: Text = Field(description="Program whose standard output is the secret; its basename must be allowlisted.")
     args: list[Annotated[str, Field(max_length=4096)]] = Field(
         default_factory=list, max_length=64, description="Arguments of the program."
     )
@@ -181,9 +175,7 @@ class Provider(Part):
     )
     endpoint: Text | None = Field(default=None, description="Address; required for openai_compatible.")
     credential: SecretReference | None = Field(default=None, description="Where the API key comes from.")
-    api_version: Text | None = Field(
-        default=None, description="Version that the service expects in requests."
-    )
+    api_version: Text | None = Field(default=None, description="Version that the service expects in requests.")
     headers: SecretMap = Field(default_factory=dict, description="Extra request headers by name.")
 
     @model_validator(mode="after")
@@ -196,9 +188,7 @@ class Provider(Part):
 class Reasoning(Part):
     """How much a model is asked to think."""
 
-    effort: Literal["none", "low", "medium", "high", "xhigh", "max"] = Field(
-        description="Amount of reasoning."
-    )
+    effort: Literal["none", "low", "medium", "high", "xhigh", "max"] = Field(description="Amount of reasoning.")
     mode: Text | None = Field(default=None, description="Provider-specific mode of reasoning.")
 
 
@@ -216,9 +206,7 @@ class Retry(Part):
     """When and how often a failed attempt is followed by another (contract table, row 9)."""
 
     max_attempts: int = Field(default=1, ge=1, le=20, description="Most attempts, the first one included.")
-    backoff_ms: int = Field(
-        default=0, ge=0, le=60_000, description="Wait before the second attempt, milliseconds."
-    )
+    backoff_ms: int = Field(default=0, ge=0, le=60_000, description="Wait before the second attempt, milliseconds.")
     backoff_multiplier: float = Field(
         default=1.0,
         ge=1.0,
@@ -226,9 +214,7 @@ class Retry(Part):
         allow_inf_nan=False,
         description="Growth of the wait from attempt to attempt.",
     )
-    max_backoff_ms: int = Field(
-        default=60_000, ge=0, le=86_400_000, description="Longest wait, milliseconds."
-    )
+    max_backoff_ms: int = Field(default=60_000, ge=0, le=86_400_000, description="Longest wait, milliseconds.")
 
 
 class Agent(Part):
@@ -240,9 +226,7 @@ class Agent(Part):
     instructions: Text | None = Field(default=None, description="System text; or use instructionsFile.")
     instructions_file: Text | None = Field(default=None, description="File with the system text.")
     vars: Variables = Field(default_factory=dict, description="Variables of tasks that use this agent.")
-    vars_files: list[Text] = Field(
-        default_factory=list, description="Files with variables, the later one wins."
-    )
+    vars_files: list[Text] = Field(default_factory=list, description="Files with variables, the later one wins.")
     tools: Annotated[list[Text], AfterValidator(_unique)] = Field(
         default_factory=list, description="Names of entries of spec.tools that the model may call."
     )
@@ -250,9 +234,7 @@ class Agent(Part):
     max_tool_calls: int = Field(default=16, ge=0, le=256, description="Most tool calls in one attempt.")
     max_output_tokens: Count = Field(default=2048, description="Most tokens of one response.")
     timeout_seconds: Count = Field(default=120, description="Time limit of one request, seconds.")
-    retry: Retry = Field(
-        default_factory=Retry, description="Accepted; the retry of the task is the one that counts."
-    )
+    retry: Retry = Field(default_factory=Retry, description="Accepted; the retry of the task is the one that counts.")
     reasoning: Reasoning | None = Field(default=None, description="Amount of reasoning, where supported.")
     structured_output: SchemaValue = Field(default=None, description="JSON Schema of the answer.")
     usage_limit: UsageLimit | None = Field(default=None, description="Limits over all turns of an attempt.")
@@ -279,14 +261,13 @@ class Container(Part):
     memory_limit_bytes: int = Field(
         default=268_435_456, ge=16_777_216, le=17_179_869_184, description="Memory limit in bytes."
     )
-    cpu_limit_millis: int = Field(
-        default=1000, ge=1, le=64_000, description="CPU limit, thousandths of a core."
-    )
+    cpu_limit_millis: int = Field(default=1000, ge=1, le=64_000, description="CPU limit, thousandths of a core.")
     pids_limit: int = Field(default=64, ge=1, le=4096, description="Most processes.")
 
 
 _ENGINE_NAMES = re.compile(
-    r"DOCKER_.*|CONTAINER_.*|PODMAN_CONNECTIONS_CONF|HOME|PATH|TMP|TEMP|TMPDIR|XDG_CONFIG_HOME|XDG_RUNTIME_DIR"
+    r"DOCKER_.*|CONTAINER_.*|PODMAN_CONNECTIONS_CONF|HOME|PATH|TMP|TEMP|TMPDIR"
+    r"|XDG_CONFIG_HOME|XDG_RUNTIME_DIR"
 )
 _PROCESS_FIELDS = (
     "command", "args", "cwd", "env", "stdout_limit_bytes", "stderr_limit_bytes", "combined_output_limit_bytes",
@@ -313,18 +294,12 @@ class Action(Part):
     env: SecretMap = Field(
         default_factory=dict, description="Environment variables from secret references (processes)."
     )
-    timeout_seconds: Seconds | None = Field(
-        default=None, description="Time limit; before that of the task, seconds."
-    )
+    timeout_seconds: Seconds | None = Field(default=None, description="Time limit; before that of the task, seconds.")
     stdout_limit_bytes: OutputLimit = Field(default=1_048_576, description="Most bytes of standard output.")
     stderr_limit_bytes: OutputLimit = Field(default=1_048_576, description="Most bytes of standard error.")
     combined_output_limit_bytes: OutputLimit = Field(default=2_097_152, description="Most bytes of both.")
-    isolation: Literal["process", "container"] = Field(
-        default="process", description="Where the program runs."
-    )
-    container: Container | None = Field(
-        default=None, description="Required exactly with isolation: container."
-    )
+    isolation: Literal["process", "container"] = Field(default="process", description="Where the program runs.")
+    container: Container | None = Field(default=None, description="Required exactly with isolation: container.")
     protocol_version: Literal["agentctl.dev/process-extension/v1"] | None = Field(
         default=None, description="Protocol of a process extension."
     )
@@ -350,9 +325,7 @@ class Action(Part):
         if not process:
             self._forbid(given, _PROCESS_FIELDS, "only a process action has")
             if self.kind not in ("mcp.call", "a2a.delegate"):
-                self._forbid(
-                    given, ("timeout_seconds",), "only a process action has", "give the task a timeoutSeconds"
-                )
+                self._forbid(given, ("timeout_seconds",), "only a process action has", "give the task a timeoutSeconds")
             if self.kind != "mcp.call":
                 self._forbid(given, ("idempotency",), "only mcp.call and process actions have")
         if self.kind != "builtin.shell.exec":
@@ -393,9 +366,7 @@ class Tool(Part):
     kind: Literal["builtin.workspace.read", "builtin.workspace.write", "builtin.echo", "action"] = Field(
         description="What the tool does."
     )
-    action: Text | None = Field(
-        default=None, description="Name of an entry of spec.actions, for kind action."
-    )
+    action: Text | None = Field(default=None, description="Name of an entry of spec.actions, for kind action.")
     description: Text = Field(description="What the model is told.")
     input_schema: dict[str, Any] = Field(description="JSON Schema of the input: a closed object.")
     output_schema: SchemaValue = Field(description="JSON Schema of the output.")
@@ -415,13 +386,8 @@ class Tool(Part):
     def _facts(self) -> Self:
         if (self.kind == "action") != (self.action is not None):
             raise problem("action stands exactly on a tool of kind action")
-        if (
-            self.input_schema.get("type") != "object"
-            or self.input_schema.get("additionalProperties") is not False
-        ):
-            raise problem(
-                "inputSchema must have type: object and additionalProperties: false", at=("inputSchema",)
-            )
+        if self.input_schema.get("type") != "object" or self.input_schema.get("additionalProperties") is not False:
+            raise problem("inputSchema must have type: object and additionalProperties: false", at=("inputSchema",))
         properties, required = self.input_schema.get("properties", {}), self.input_schema.get("required", [])
         if isinstance(properties, dict) and isinstance(required, list):
             for name in properties:
@@ -435,9 +401,7 @@ class Tool(Part):
             if self.effect_class != effect_class:
                 raise problem(f"{self.kind} has the effectClass {effect_class}", at=("effectClass",))
             if self.idempotency not in idempotency:
-                raise problem(
-                    f"{self.kind} has the idempotency {' or '.join(idempotency)}", at=("idempotency",)
-                )
+                raise problem(f"{self.kind} has the idempotency {' or '.join(idempotency)}", at=("idempotency",))
             for name, value in (("secrets", self.secrets), ("network", self.network)):
                 if value:
                     raise problem(f"a built-in tool has no {name}", at=(name,), code="unsupported_capability")
@@ -466,9 +430,9 @@ class Foreach(Part):
 class Matrix(Part):
     """One child task for each combination of axis values."""
 
-    axes: Annotated[
-        dict[Annotated[str, Field(pattern=r"^[A-Za-z_][A-Za-z0-9_-]*$")], Items], Field(min_length=1)
-    ] = Field(description="Axis name to its values: a list, or one template that gives a list.")
+    axes: Annotated[dict[Annotated[str, Field(pattern=r"^[A-Za-z_][A-Za-z0-9_-]*$")], Items], Field(min_length=1)] = (
+        Field(description="Axis name to its values: a list, or one template that gives a list.")
+    )
     max_items: int = Field(default=32, ge=1, le=MAX_EXPANSION, description="Most children.")
 
 
@@ -511,9 +475,7 @@ def _uses(value: str) -> str:
         return value
     kind, colon, name = value.partition(":")
     if kind == "team" and colon:
-        raise problem(
-            "teams are not supported", code="unsupported_capability", help="use action:NAME or agent:NAME"
-        )
+        raise problem("teams are not supported", code="unsupported_capability", help="use action:NAME or agent:NAME")
     if not colon or not name or kind not in ("action", "agent", "workflow"):
         raise problem(
             f"{value!r} names nothing that a task can use",
@@ -541,9 +503,7 @@ class Task(Part):
         description="Working-memory keys that the task may write; needed where its key is a template.",
     )
     when: str | None = Field(default=None, description="Condition; the task is skipped when it is false.")
-    vars: Variables = Field(
-        default_factory=dict, description="Variables of this task; templates are rendered once."
-    )
+    vars: Variables = Field(default_factory=dict, description="Variables of this task; templates are rendered once.")
     vars_files: list[Text] = Field(default_factory=list, description="Files with variables.")
     with_: JsonMap = Field(default_factory=dict, alias="with", description="Input; templates are rendered.")
     retry: Retry = Field(default_factory=Retry, description="Retry policy.")
@@ -573,9 +533,7 @@ class Task(Part):
             raise problem("a task with a loop cannot have when", at=("when",))
         if self.uses.startswith("workflow:"):
             for name in sorted(self.model_fields_set - {"id", "uses", "needs", "with_", "failure"}):
-                raise problem(
-                    "a call of a sub-workflow takes only needs, with and failure", at=(_alias(name),)
-                )
+                raise problem("a call of a sub-workflow takes only needs, with and failure", at=(_alias(name),))
         return self
 
 
@@ -589,9 +547,7 @@ _SEMVER = r"^(0|[1-9]\d*)\.(0|[1-9]\d*)\.(0|[1-9]\d*)(-[0-9A-Za-z.-]+)?(\+[0-9A-
 class Subworkflow(Part):
     """Tasks that can be called as one task."""
 
-    version: Annotated[str, Field(pattern=_SEMVER)] = Field(
-        description="Semantic version, MAJOR.MINOR.PATCH."
-    )
+    version: Annotated[str, Field(pattern=_SEMVER)] = Field(description="Semantic version, MAJOR.MINOR.PATCH.")
     inputs: JsonMap = Field(default_factory=dict, description="Default inputs.")
     input_schema: Annotated[SchemaValue, BeforeValidator(_schema_shape)] = Field(
         description="JSON Schema of the inputs."
@@ -611,50 +567,32 @@ def _both_schemes() -> list[Literal["https", "http"]]:
 class Network(Part):
     """Rules for connections of effects."""
 
-    allowed_schemes: Annotated[
-        list[Literal["https", "http"]], Field(min_length=1), AfterValidator(_unique)
-    ] = Field(default_factory=_both_schemes, description="URL schemes that are allowed.")
+    allowed_schemes: Annotated[list[Literal["https", "http"]], Field(min_length=1), AfterValidator(_unique)] = Field(
+        default_factory=_both_schemes, description="URL schemes that are allowed."
+    )
     allowed_ports: list[Annotated[int, Field(ge=1, le=65_535)]] = Field(
         default_factory=list, description="Ports that are allowed; empty: all."
     )
     allow_private: bool = Field(default=False, description="Allow private, loopback and reserved addresses.")
     allow_proxy: bool = Field(default=False, description="Allow a proxy from the environment.")
     custom_ca: SecretReference | None = Field(default=None, description="Certificate authority to trust.")
-    connect_timeout_seconds: int = Field(
-        default=10, ge=1, le=120, description="Time limit to connect, seconds."
-    )
-    max_response_bytes: int = Field(
-        default=8_388_608, ge=1, le=67_108_864, description="Largest response in bytes."
-    )
+    connect_timeout_seconds: int = Field(default=10, ge=1, le=120, description="Time limit to connect, seconds.")
+    max_response_bytes: int = Field(default=8_388_608, ge=1, le=67_108_864, description="Largest response in bytes.")
 
 
 class Policy(Part):
     """What effects may do. The defaults allow no write, no process and no network."""
 
-    workspace_root: Text = Field(
-        default=".", description="Root of all paths, relative to the workflow's folder."
-    )
-    writable_roots: list[Text] = Field(
-        default_factory=list, description="Folders for writes; empty: no write at all."
-    )
-    environment_allowlist: list[Text] = Field(
-        default_factory=list, description="Names that a process may get."
-    )
-    network_allowlist: list[Text] = Field(
-        default_factory=list, description="Hosts: exact, or *.suffix; empty: none."
-    )
+    workspace_root: Text = Field(default=".", description="Root of all paths, relative to the workflow's folder.")
+    writable_roots: list[Text] = Field(default_factory=list, description="Folders for writes; empty: no write at all.")
+    environment_allowlist: list[Text] = Field(default_factory=list, description="Names that a process may get.")
+    network_allowlist: list[Text] = Field(default_factory=list, description="Hosts: exact, or *.suffix; empty: none.")
     network: Network = Field(default_factory=Network, description="Rules for connections.")
-    process_allowlist: list[Text] = Field(
-        default_factory=list, description="Basenames of programs that may start."
-    )
+    process_allowlist: list[Text] = Field(default_factory=list, description="Basenames of programs that may start.")
     secret_file_roots: list[Text] = Field(default_factory=list, description="Folders for file secrets.")
-    secret_process_allowlist: list[Text] = Field(
-        default_factory=list, description="Basenames for process secrets."
-    )
+    secret_process_allowlist: list[Text] = Field(default_factory=list, description="Basenames for process secrets.")
     providers: list[Text] = Field(default_factory=list, description="Providers that may be used; empty: all.")
-    tools_allow: list[Text] = Field(
-        default_factory=list, description="Policy names that may be used; empty: all."
-    )
+    tools_allow: list[Text] = Field(default_factory=list, description="Policy names that may be used; empty: all.")
     tools_deny: list[Text] = Field(default_factory=list, description="Policy names that are denied; wins.")
     approval: Literal["never", "mutations", "high_risk", "always"] = Field(
         default="mutations", description="Which effects a person must approve."
@@ -674,9 +612,7 @@ class Budgets(Part):
     max_input_tokens: Count | None = Field(default=None, description="Input tokens.")
     max_output_tokens: Count | None = Field(default=None, description="Output tokens.")
     max_total_tokens: Count | None = Field(default=None, description="Input and output tokens.")
-    max_wall_time_seconds: Count | None = Field(
-        default=None, description="Seconds since the run was created."
-    )
+    max_wall_time_seconds: Count | None = Field(default=None, description="Seconds since the run was created.")
     max_process_output_bytes: Count | None = Field(default=None, description="Bytes that processes print.")
     max_artifact_bytes: Count | None = Field(default=None, description="Bytes of artifacts.")
     max_tasks: Count | None = Field(default=None, description="Tasks of the plan.")
@@ -713,9 +649,7 @@ class Pricing(Part):
     """Prices of models."""
 
     version: Text = Field(description="Name of this price list.")
-    models: Annotated[dict[str, ModelPrice], Field(min_length=1)] = Field(
-        description="Price by PROVIDER/MODEL."
-    )
+    models: Annotated[dict[str, ModelPrice], Field(min_length=1)] = Field(description="Price by PROVIDER/MODEL.")
 
     @model_validator(mode="after")
     def _names(self) -> Self:
@@ -732,9 +666,7 @@ class Runtime(Part):
     max_deliveries: int = Field(
         default=3, ge=1, le=1000, description="Most hand-overs of one attempt to workers that die."
     )
-    default_timeout_seconds: Seconds = Field(
-        default=120, description="Time limit of tasks without one, seconds."
-    )
+    default_timeout_seconds: Seconds = Field(default=120, description="Time limit of tasks without one, seconds.")
     budgets: Budgets = Field(default_factory=Budgets, description="Limits of a run.")
     pricing: Pricing | None = Field(default=None, description="Prices of models.")
 
@@ -787,9 +719,7 @@ class A2aPeer(Part):
     headers: SecretMap = Field(default_factory=dict, description="Request headers.")
     timeout_seconds: Seconds = Field(default=120, description="Time limit of a request, seconds.")
     max_polls: int = Field(default=100, ge=1, le=1000, description="Most polls of a remote task.")
-    poll_interval_ms: int = Field(
-        default=100, ge=1, le=60_000, description="Time between polls, milliseconds."
-    )
+    poll_interval_ms: int = Field(default=100, ge=1, le=60_000, description="Time between polls, milliseconds.")
     protocol_version: Text = Field(default="1.0", description="Protocol version.")
 
 
@@ -814,9 +744,7 @@ class PackIdentity(Part):
 class PackTrust(Part):
     """Which packs are trusted."""
 
-    unsigned: Literal["deny", "warn", "allow"] = Field(
-        default="warn", description="What an unsigned pack does."
-    )
+    unsigned: Literal["deny", "warn", "allow"] = Field(default="warn", description="What an unsigned pack does.")
     identities: list[PackIdentity] = Field(default_factory=list, description="Trusted signers.")
     allow_unsigned_process: bool = Field(default=False, description="Allow processes of unsigned packs.")
 
@@ -825,9 +753,7 @@ class Compensation(Part):
     """How compensation of a failed run starts."""
 
     on_failure: Literal["manual", "automatic"] = Field(default="manual", description="Who starts it.")
-    approval: Literal["policy", "never", "always"] = Field(
-        default="policy", description="Approval of its effects."
-    )
+    approval: Literal["policy", "never", "always"] = Field(default="policy", description="Approval of its effects.")
 
 
 class OutputOptions(Part):
@@ -840,13 +766,9 @@ class OutputOptions(Part):
 class Spec(Part):
     """What the workflow does."""
 
-    vars_files: list[Text] = Field(
-        default_factory=list, description="Files with variables, the later one wins."
-    )
+    vars_files: list[Text] = Field(default_factory=list, description="Files with variables, the later one wins.")
     vars: Variables = Field(default_factory=dict, description="Variables of all tasks; values are data.")
-    inputs: JsonMap = Field(
-        default_factory=dict, description="Defaults of run inputs; a run wins key by key."
-    )
+    inputs: JsonMap = Field(default_factory=dict, description="Defaults of run inputs; a run wins key by key.")
     outputs: JsonMap = Field(default_factory=dict, description="Templates of the run's output.")
     providers: dict[Text, Provider] = Field(default_factory=dict, description="Model services by name.")
     agents: dict[Text, Agent] = Field(default_factory=dict, description="Agents by name.")
@@ -860,9 +782,7 @@ class Spec(Part):
     policy: Policy = Field(default_factory=Policy, description="What effects may do.")
     memory: Memory = Field(default_factory=Memory, description="Memory.")
     mcp_servers: dict[Text, McpServer] = Field(default_factory=dict, description="Tool servers by name.")
-    a2a_peers: dict[Text, A2aPeer] = Field(
-        default_factory=dict, alias="a2aPeers", description="Remote agents by name."
-    )
+    a2a_peers: dict[Text, A2aPeer] = Field(default_factory=dict, alias="a2aPeers", description="Remote agents by name.")
     packs: list[PackReference] = Field(default_factory=list, description="Packs.")
     pack_trust: PackTrust = Field(default_factory=PackTrust, description="Which packs are trusted.")
     runtime: Runtime = Field(default_factory=Runtime, description="How a run is driven.")
@@ -924,9 +844,7 @@ def document_from_source(source: YamlDocument, *, base_dir: Path) -> LoadedDocum
             message = f"the value of the variable {name} is data; the template in it is not rendered"
             hint = "write it into the vars or the with of a task"
             place = ("spec", "vars", name)
-            warnings.append(
-                source.diagnostic("invalid_template", message, place, help=hint, severity="warning")
-            )
+            warnings.append(source.diagnostic("invalid_template", message, place, help=hint, severity="warning"))
     return LoadedDocument(source.file, base_dir, model, model.model_dump(by_alias=True), source, warnings)
 
 
@@ -1058,11 +976,7 @@ def _models_along(path: Sequence[str | int]) -> list[type[BaseModel]]:
         else:
             return models
     current = _without_extras(annotation)
-    if (
-        isinstance(current, type)
-        and issubclass(current, BaseModel)
-        and current in (SecretReference, SecretProcess)
-    ):
+    if isinstance(current, type) and issubclass(current, BaseModel) and current in (SecretReference, SecretProcess):
         models.append(current)
     return models
 

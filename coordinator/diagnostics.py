@@ -118,6 +118,9 @@ def did_you_mean(word: str, known: Iterable[str], *, else_list: str | None = Non
     from difflib import get_close_matches
 
     words = sorted(known)
+    if len(words) > 1000:
+        near = [item for item in words if item[:1] == word[:1] and abs(len(item) - len(word)) <= 2]
+        words = near[:1000]
     lowered = {item.lower(): item for item in words}
     close = get_close_matches(word.lower(), list(lowered), n=1, cutoff=0.6)
     if close:

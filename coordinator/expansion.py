@@ -21,9 +21,7 @@ from .expressions import Scope, TemplateError, compile_value, has_template, is_e
 class ExpansionError(Exception):
     """Why a task cannot be expanded. `path` is the place below the task."""
 
-    def __init__(
-        self, message: str, path: Path, code: str = "schema_violation", help: str | None = None
-    ) -> None:
+    def __init__(self, message: str, path: Path, code: str = "schema_violation", help: str | None = None) -> None:
         super().__init__(message)
         self.message = message
         self.path = path
@@ -114,9 +112,7 @@ def _items(value: Any, path: Path, scope: Scope) -> tuple[Sequence[Any], bool]:
     if isinstance(value, list):
         return value, False
     if not is_exact_template(value):
-        raise ExpansionError(
-            "must be a list or exactly one template", path, "invalid_template", "${{ inputs.NAME }}"
-        )
+        raise ExpansionError("must be a list or exactly one template", path, "invalid_template", "${{ inputs.NAME }}")
     try:
         renderer = compile_value(value)
         for reference in renderer.references:

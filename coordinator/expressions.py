@@ -192,14 +192,10 @@ def _compile_node(value: Any, found: set[Ref]) -> Evaluate | None:
         found |= references
         return evaluate
     if kind is dict:
-        parts = [
-            (key, part) for key, item in value.items() if (part := _compile_node(item, found)) is not None
-        ]
+        parts = [(key, part) for key, item in value.items() if (part := _compile_node(item, found)) is not None]
         return _dict_walker(value, parts) if parts else None
     if kind is list:
-        places = [
-            (at, part) for at, item in enumerate(value) if (part := _compile_node(item, found)) is not None
-        ]
+        places = [(at, part) for at, item in enumerate(value) if (part := _compile_node(item, found)) is not None]
         return _list_walker(value, places) if places else None
     return None
 
@@ -356,11 +352,7 @@ def _lookup(reference: Ref, expression: str) -> Evaluate:
     first, rest = path[0], path[1:]
 
     def missing(place: int) -> TemplateError:
-        shown = (
-            ".".join(path[: place + 1])
-            if root != "tasks"
-            else ".".join((path[0], "output", *path[1 : place + 1]))
-        )
+        shown = ".".join(path[: place + 1]) if root != "tasks" else ".".join((path[0], "output", *path[1 : place + 1]))
         return TemplateError("undefined", f"{root}.{shown} does not exist", expression)
 
     def step(value: Any) -> Any:

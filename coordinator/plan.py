@@ -143,9 +143,7 @@ class CompiledTask:
             uses["name"],
             data["actionKind"],
             tuple(data["needs"]),
-            None
-            if expansion is None
-            else Expansion(expansion["parent"], expansion["index"], expansion["bindings"]),
+            None if expansion is None else Expansion(expansion["parent"], expansion["index"], expansion["bindings"]),
             tuple(data.get("memoryWrites", ())),
             None if reads is None else tuple(reads),
             tuple(data["memoryAfter"]),

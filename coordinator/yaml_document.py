@@ -98,9 +98,7 @@ class YamlDocument:
                 key_mark, value_mark = spots[part]
                 mark = key_mark if key and depth == last else value_mark
                 value = value[str(part)]
-            elif (
-                isinstance(value, list) and spots is not None and isinstance(part, int) and part < len(value)
-            ):
+            elif isinstance(value, list) and spots is not None and isinstance(part, int) and part < len(value):
                 mark = spots[part]
                 value = value[part]
             else:
@@ -171,9 +169,7 @@ def _read_bytes(path: Path, file: str) -> bytes:
             kind = "a directory" if stat.S_ISDIR(state.st_mode) else "not a regular file"
             _refuse(file, "missing_reference", f"is {kind}")
         if state.st_size > MAX_BYTES:
-            _refuse(
-                file, "schema_violation", f"the document has {state.st_size} bytes, more than {MAX_BYTES}"
-            )
+            _refuse(file, "schema_violation", f"the document has {state.st_size} bytes, more than {MAX_BYTES}")
         parts: list[bytes] = []
         size = 0
         while size <= MAX_BYTES:
@@ -213,16 +209,12 @@ def resolve_plain(text: str) -> Json:
     if text[:1] in _NUMBER_START:
         if _EXACT_INTEGER.fullmatch(text):
             if len(text) > MAX_DIGITS:
-                raise _Ambiguous(
-                    f"an integer of {len(text)} characters is too long", "quote it to keep it as text"
-                )
+                raise _Ambiguous(f"an integer of {len(text)} characters is too long", "quote it to keep it as text")
             return int(text)
         if _CORE_FLOAT.fullmatch(text) or _CORE_INTEGER.fullmatch(text):
             return _exact_float(text)
         if _NOT_FINITE.fullmatch(text):
-            raise _Ambiguous(
-                f"{text} is not a number that JSON can carry", f'quote it if text is meant: "{text}"'
-            )
+            raise _Ambiguous(f"{text} is not a number that JSON can carry", f'quote it if text is meant: "{text}"')
         return text
     return _CONSTANTS.get(text, text) if len(text) <= 5 else text
 
@@ -248,19 +240,19 @@ def _exact_float(text: str) -> float:
 
 
 class _Frame:
-    """An open mapping or sequence."""
+    """An open mapping or sequence. `nodes` and `characters` are the totals when it was opened."""
 
     __slots__ = ("anchor", "characters", "container", "height", "key", "key_mark", "nodes", "spots", "start")
 
-    def __init__(self, container: Any, spots: Any, anchor: str | None, start: Any) -> None:
+    def __init__(self, container: Any, spots: Any, anchor: str | None, start: Any, nodes: int, characters: int) -> None:
         self.container = container
         self.spots = spots
         self.anchor = anchor
         self.start = start
+        self.nodes = nodes
+        self.characters = characters
         self.key: Any = None
         self.key_mark: Any = None
-        self.nodes = 1
-        self.characters = 0
         self.height = 1
 
 
@@ -288,9 +280,7 @@ def _parse_yaml(text: str, file: str) -> YamlDocument:
         help_text = None
         if line is not None and "\t" in _indentation(text, line):
             help_text = "YAML is indented with spaces, never with tabs"
-        builder.found.append(
-            Diagnostic("yaml_syntax", message, file=file, line=line, column=column, help=help_text)
-        )
+        builder.found.append(Diagnostic("yaml_syntax", message, file=file, line=line, column=column, help=help_text))
     except yaml.reader.ReaderError as error:
         position = error.position if isinstance(error.position, int) else 0
         line, column = text.count("\n", 0, position) + 1, position - text.rfind("\n", 0, position)
@@ -316,9 +306,7 @@ class _YamlBuilder:
         self.file = file
         self.found: list[Diagnostic] = []
 
-    def report(
-        self, mark: Any, message: str, help_text: str | None = None, code: str = "yaml_syntax"
-    ) -> None:
+    def report(self, mark: Any, message: str, help_text: str | None = None, code: str = "yaml_syntax") -> None:
         line, column = _mark_place(mark)
         self.found.append(Diagnostic(code, message, file=self.file, line=line, column=column, help=help_text))
         if len(self.found) > 50:
@@ -333,7 +321,7 @@ class _YamlBuilder:
 
         scalar, alias = kinds.ScalarEvent, kinds.AliasEvent
         map_start, list_start = kinds.MappingStartEvent, kinds.SequenceStartEvent
-        ends = (kinds.MappingEndEvent, kinds.SequenceEndEvent)
+        map_end, list_end = kinds.MappingEndEvent, kinds.SequenceEndEvent
         get_event = parser.get_event
         spots: dict[int, Any] = {}
         anchors: dict[str, tuple[Any, int, int, int] | None] = {}
@@ -341,54 +329,59 @@ class _YamlBuilder:
         frame: _Frame | None = None
         root: Any = None
         root_mark: Any = None
-        documents = 0
+        nodes = characters = documents = 0
         while True:
             event = get_event()
             kind = type(event)
             if kind is scalar:
                 mark = event.start_mark
-                value: Any = self.scalar(event)
-                nodes, height = 1, 0
-                characters = len(event.value)
+                text = event.value
+                value: Any = text
+                nodes += 1
+                characters += len(text)
+                if event.tag is not None or event.style or text[:1] in _NUMBER_START or text in _CONSTANTS:
+                    value = self.scalar(event)
                 if event.anchor:
-                    anchors[event.anchor] = (value, 1, characters, 0)
+                    anchors[event.anchor] = (value, 1, len(text), 0)
             elif kind is map_start or kind is list_start:
-                self.check_container(event, kind is map_start)
-                container: Any = {} if kind is map_start else []
-                place: Any = {} if kind is map_start else []
+                mark = event.start_mark
+                mapping = kind is map_start
+                if event.tag is not None:
+                    self.check_tag(event, mapping)
+                container: Any = {} if mapping else []
+                place: Any = {} if mapping else []
                 spots[id(container)] = place
                 if event.anchor:
                     anchors[event.anchor] = None
-                if (
-                    frame is not None
-                    and kind is map_start
-                    and frame.key is None
-                    and type(frame.container) is dict
-                ):
-                    self.stop(event.start_mark, "a key must be text", "only text can be a key")
-                frame = _Frame(container, place, event.anchor, event.start_mark)
+                if mapping and frame is not None and frame.key_mark is None and type(frame.container) is dict:
+                    self.stop(mark, "a key must be text", "only text can be a key")
+                nodes += 1
+                frame = _Frame(container, place, event.anchor, mark, nodes - 1, characters)
                 stack.append(frame)
                 if len(stack) > MAX_DEPTH:
-                    self.stop(event.start_mark, f"nesting is deeper than {MAX_DEPTH} levels")
+                    self.stop(mark, f"nesting is deeper than {MAX_DEPTH} levels")
                 continue
-            elif kind in ends:
-                assert frame is not None
-                stack.pop()
-                value, mark = frame.container, frame.start
-                nodes, characters, height = frame.nodes, frame.characters, frame.height
-                if frame.anchor:
-                    anchors[frame.anchor] = (value, nodes, characters, height)
+            elif kind is map_end or kind is list_end:
+                closed = stack.pop()
+                value, mark = closed.container, closed.start
+                if closed.anchor:
+                    size = (nodes - closed.nodes, characters - closed.characters)
+                    anchors[closed.anchor] = (value, *size, closed.height)
                 frame = stack[-1] if stack else None
+                if frame is not None and closed.height >= frame.height:
+                    frame.height = closed.height + 1
             elif kind is alias:
                 mark = event.start_mark
-                known = anchors.get(event.anchor, ())
-                if known is None:
-                    self.stop(mark, f"the alias *{event.anchor} stands inside its own anchor")
-                if not known:
-                    self.stop(mark, f"the alias *{event.anchor} has no anchor before it")
-                value, nodes, characters, height = known
+                value, more_nodes, more_characters, height = self.anchored(anchors, event)
+                nodes += more_nodes
+                characters += more_characters
+                if frame is not None and height >= frame.height:
+                    frame.height = height + 1
                 if len(stack) + height > MAX_DEPTH:
                     self.stop(mark, f"nesting is deeper than {MAX_DEPTH} levels")
+                if nodes > MAX_NODES or characters > MAX_CHARACTERS:
+                    limits = f"at most {MAX_NODES} values and {MAX_CHARACTERS} characters"
+                    self.stop(mark, "the aliases expand to too much", limits)
             elif kind is kinds.DocumentStartEvent:
                 documents += 1
                 if documents > 1:
@@ -401,40 +394,42 @@ class _YamlBuilder:
 
             if frame is None:
                 root, root_mark = value, mark
-                continue
-            frame.nodes += nodes
-            frame.characters += characters
-            if height >= frame.height:
-                frame.height = height + 1
-            if frame.nodes > MAX_NODES or frame.characters > MAX_CHARACTERS:
-                self.stop(
-                    mark,
-                    "the aliases expand to too much",
-                    f"at most {MAX_NODES} values and {MAX_CHARACTERS} characters",
-                )
-            if type(frame.container) is list:
+            elif type(frame.container) is list:
                 frame.container.append(value)
                 frame.spots.append(mark)
             elif frame.key_mark is None:
                 frame.key_mark = mark
-                frame.key = self.key(value, event, mark, kind is scalar)
-                earlier = frame.spots.get(frame.key)
-                if earlier is not None:
-                    line, column = _mark_place(earlier[0])
-                    self.report(
-                        mark,
-                        f"the key {frame.key!r} stands twice in one mapping; the first is at {line}:{column}",
-                        "remove or rename one of the two",
-                    )
+                if type(value) is not str or value == "<<":
+                    value = self.key(value, event, mark, kind is scalar)
+                frame.key = value
+                if value in frame.spots:
+                    self.twice(value, mark, frame.spots[value][0])
             else:
                 frame.container[frame.key] = value
                 frame.spots[frame.key] = (frame.key_mark, mark)
-                frame.key = frame.key_mark = None
+                frame.key_mark = None
         if self.found:
             raise DocumentError(self.found)
         if documents == 0:
             _refuse(self.file, "yaml_syntax", "the file has no document in it", 1, 1)
         return YamlDocument(self.file, root, spots, root_mark, _mark_place)
+
+    def anchored(self, anchors: dict[str, tuple[Any, int, int, int] | None], event: Any) -> tuple[Any, int, int, int]:
+        """What an alias stands for: value, number of values, of characters, and height."""
+        if event.anchor not in anchors:
+            self.stop(event.start_mark, f"the alias *{event.anchor} has no anchor before it")
+        known = anchors[event.anchor]
+        if known is None:
+            self.stop(event.start_mark, f"the alias *{event.anchor} stands inside its own anchor")
+        return known
+
+    def twice(self, key: str, mark: Any, earlier: Any) -> None:
+        line, column = _mark_place(earlier)
+        self.report(
+            mark,
+            f"the key {key!r} stands twice in one mapping; the first is at {line}:{column}",
+            "remove or rename one of the two",
+        )
 
     def scalar(self, event: Any) -> Json:
         text: str = event.value
@@ -456,12 +451,10 @@ class _YamlBuilder:
                 return ""
         return text
 
-    def check_container(self, event: Any, mapping: bool) -> None:
+    def check_tag(self, event: Any, mapping: bool) -> None:
         wanted = _TAG + ("map" if mapping else "seq")
-        if event.tag is not None and event.tag not in ("!", wanted):
-            self.report(
-                event.start_mark, f"the tag {_short_tag(event.tag)} is not supported", "remove the tag"
-            )
+        if event.tag not in ("!", wanted):
+            self.report(event.start_mark, f"the tag {_short_tag(event.tag)} is not supported", "remove the tag")
 
     def key(self, value: Any, event: Any, mark: Any, scalar: bool) -> str:
         if type(value) is not str:
@@ -470,9 +463,7 @@ class _YamlBuilder:
             self.report(mark, f"the key {shown} is not text", hint)
             return f"\0{mark.index}"
         if value == "<<" and scalar and not event.style:
-            self.stop(
-                mark, "merge keys (<<) are not part of YAML 1.2", "write the fields out where they are needed"
-            )
+            self.stop(mark, "merge keys (<<) are not part of YAML 1.2", "write the fields out where they are needed")
         return value
 
 
@@ -497,9 +488,7 @@ def _parse_json(text: str, file: str) -> YamlDocument:
         row = bisect_right(starts, offset) - 1
         return row + 1, offset - starts[row] + 1
 
-    def refuse(
-        offset: int, message: str, code: str = "yaml_syntax", help_text: str | None = None
-    ) -> NoReturn:
+    def refuse(offset: int, message: str, code: str = "yaml_syntax", help_text: str | None = None) -> NoReturn:
         line, column = place(offset)
         _refuse(file, code, message, line, column, help_text)
 

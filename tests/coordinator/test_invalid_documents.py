@@ -1,0 +1,306 @@
+"""Documents that are refused, each with its code and its exact place.
+
+The mark § stands where the finding is; it is taken out before the document is read.
+"""
+# ruff: noqa: E501 - a table reads best with one case a line
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from agentctl.coordinator.compiler import compile_workflow
+from agentctl.coordinator.diagnostics import Diagnostic, DocumentError
+
+HEAD = "apiVersion: agentctl.dev/v1\nkind: Workflow\nmetadata: {name: demo}\nspec:\n"
+ACTIONS = """\
+  policy: {approval: never}
+  actions:
+    set: {kind: builtin.assign}
+    check: {kind: builtin.assert}
+    read: {kind: builtin.read}
+    write: {kind: builtin.write}
+    sh: {kind: builtin.shell.exec, command: /bin/true}
+    get: {kind: builtin.memory.read}
+    put: {kind: builtin.memory.write}
+"""
+
+
+def first_finding(load: Callable[[str], Any], marked: str) -> tuple[Diagnostic, int, int]:
+    """The finding at the mark, with the mark's line and column."""
+    before, mark, after = marked.partition("§")
+    assert mark, "the document has no mark"
+    line, column = before.count("\n") + 1, len(before) - before.rfind("\n")
+    with pytest.raises(DocumentError) as caught:
+        compile_workflow(load(before + after))
+    assert caught.value.exit_code == 2
+    here = [item for item in caught.value.diagnostics if (item.line, item.column) == (line, column)]
+    assert here, [item.as_text() for item in caught.value.diagnostics]
+    return here[0], line, column
+
+
+ENVELOPES = [
+    ("migration_required", "apiVersion", "§kind: Workflow\nspec: {}\n"),
+    ("unsupported_version", "apiVersion", "apiVersion: §agentctl.dev/v2\nkind: Workflow\n"),
+    ("unsupported_version", "apiVersion", "apiVersion: §1\nkind: Workflow\n"),
+    ("schema_violation", None, "§- a\n- b\n"),
+    ("schema_violation", "sourceSnapshot", "apiVersion: agentctl.dev/v1\n§sourceSnapshot: {}\n"),
+    ("schema_violation", "spec.sourceSnapshot", HEAD + "  §sourceSnapshot: {}\n  tasks: []\n"),
+    ("schema_violation", "kind", "apiVersion: agentctl.dev/v1\nkind: §Flow\nmetadata: {name: a}\nspec: {tasks: [{id: a, uses: action:a}]}"),
+    ("schema_violation", "metadata.name", "apiVersion: agentctl.dev/v1\nkind: Workflow\nmetadata: {name: §''}\nspec: {tasks: []}"),
+    ("schema_violation", "metadata.owner", "apiVersion: agentctl.dev/v1\nkind: Workflow\nmetadata: {name: a, §owner: b}\nspec: {tasks: []}"),
+    ("schema_violation", "metadata.labels.version", "apiVersion: agentctl.dev/v1\nkind: Workflow\nmetadata: {name: a, labels: {version: §1.5}}\nspec: {tasks: []}"),
+    ("schema_violation", "spec.tasks", HEAD + "  tasks: §[]\n"),
+    ("schema_violation", "spec", "apiVersion: agentctl.dev/v1\nkind: Workflow\nmetadata: {name: a}\nspec: §[]\n"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("code", "path", "text"), ENVELOPES)
+def test_envelope(load: Callable[[str], Any], code: str, path: str | None, text: str) -> None:
+    found, _, _ = first_finding(load, text)
+    assert (found.code, found.path) == (code, path)
+
+
+SPECS = [
+    # shapes and bounds
+    ("schema_violation", "spec.tasks[0].wiht", "tasks: [{id: a, uses: action:set, §wiht: {}}]"),
+    ("schema_violation", "spec.taks", "taks: []\n  tasks: [{id: a, uses: action:set}]".replace("taks", "§taks", 1)),
+    ("schema_violation", "spec.tasks[0].uses", "tasks: [§{id: a}]"),
+    ("schema_violation", "spec.tasks[0].id", "tasks: [{id: §1a, uses: action:set}]"),
+    ("schema_violation", "spec.tasks[0].id", "tasks: [{id: §12, uses: action:set}]"),
+    ("schema_violation", "spec.tasks[0].uses", "tasks: [{id: a, uses: §set}]"),
+    ("unsupported_capability", "spec.tasks[0].uses", "tasks: [{id: a, uses: §team:x}]"),
+    ("schema_violation", "spec.tasks[0].needs", "tasks: [{id: a, uses: action:set, needs: §b}]"),
+    ("schema_violation", "spec.tasks[0].with", "tasks: [{id: a, uses: action:set, with: §}]"),
+    ("schema_violation", "spec.tasks[0].when", "tasks: [{id: a, uses: action:set, when: §true}]"),
+    ("schema_violation", "spec.tasks[0].timeoutSeconds", "tasks: [{id: a, uses: action:set, timeoutSeconds: §0}]"),
+    ("schema_violation", "spec.tasks[0].timeoutSeconds", "tasks: [{id: a, uses: action:set, timeoutSeconds: §'5'}]"),
+    ("schema_violation", "spec.tasks[0].timeoutSeconds", "tasks: [{id: a, uses: action:set, timeoutSeconds: §1.5}]"),
+    ("schema_violation", "spec.tasks[0].retry.maxAttempts", "tasks: [{id: a, uses: action:set, retry: {maxAttempts: §21}}]"),
+    ("schema_violation", "spec.tasks[0].retry.maxAttempts", "tasks: [{id: a, uses: action:set, retry: {maxAttempts: §true}}]"),
+    ("schema_violation", "spec.tasks[0].retry.backoffMs", "tasks: [{id: a, uses: action:set, retry: {backoffMs: §60001}}]"),
+    ("schema_violation", "spec.tasks[0].failure", "tasks: [{id: a, uses: action:set, failure: §ignore}]"),
+    ("schema_violation", "spec.runtime.maxConcurrency", "runtime: {maxConcurrency: §4097}\n  tasks: [{id: a, uses: action:set}]"),
+    ("schema_violation", "spec.runtime.maxDeliveries", "runtime: {maxDeliveries: §0}\n  tasks: [{id: a, uses: action:set}]"),
+    ("schema_violation", "spec.vars.matrix", "vars: {matrix: §1}\n  tasks: [{id: a, uses: action:set}]"),
+    ("schema_violation", "spec.tasks[0].outputSchema", "tasks: [{id: a, uses: action:set, outputSchema: §[]}]"),
+    ("schema_violation", "spec.tasks[0].outputSchema", "tasks: [{id: a, uses: action:set, outputSchema: §{type: objekt}}]"),
+    ("schema_violation", "spec.tasks[0].outputSchema", "tasks: [{id: a, uses: action:set, outputSchema: §{$ref: 'http://x.test/s'}}]"),
+    ("invalid_secret_reference", "spec.providers.p.credential", "providers: {p: {kind: fake, credential: §{env: A, file: b}}}\n  tasks: [{id: a, uses: action:set}]"),
+    ("invalid_secret_reference", "spec.providers.p.headers.X.env", "providers: {p: {kind: fake, headers: {X: {env: §1A}}}}\n  tasks: [{id: a, uses: action:set}]"),
+    ("schema_violation", "spec.providers.p", "providers: {p: §{kind: openai_compatible}}\n  tasks: [{id: a, uses: action:set}]"),
+    ("missing_reference", "spec.agents.g.provider", "agents: {g: {provider: §nope, model: m, instructions: x}}\n  tasks: [{id: a, uses: action:set}]"),
+    ("schema_violation", "spec.agents.g", "agents: {g: §{provider: p, model: m}}\n  tasks: [{id: a, uses: action:set}]"),
+    ("unsupported_capability", "spec.agents.g.reasoning", "providers: {p: {kind: fake}}\n  agents: {g: {provider: p, model: m, instructions: x, reasoning: §{effort: low}}}\n  tasks: [{id: a, uses: action:set}]"),
+    # references and order
+    ("missing_reference", "spec.tasks[0].uses", "tasks: [{id: a, uses: §action:sett}]"),
+    ("missing_reference", "spec.tasks[0].needs[0]", "tasks: [{id: a, uses: action:set, needs: [§b]}]"),
+    ("duplicate_task", "spec.tasks[1].id", "tasks: [{id: a, uses: action:set}, {id: §a, uses: action:set}]"),
+    ("duplicate_task", "spec.tasks[1].id", "tasks: [{id: each, uses: action:set, foreach: {items: [alpha], as: value}}, {id: §each--0000-92b13011ab9e, uses: action:set}]"),
+    ("dependency_cycle", "spec.tasks[0].needs", "tasks: [{id: a, uses: action:set, needs: §[b]}, {id: b, uses: action:set, needs: [a]}]"),
+    ("dependency_cycle", "spec.tasks[0].needs", "tasks: [{id: a, uses: action:set, needs: §[a]}]"),
+    # templates
+    ("invalid_template", "spec.tasks[0].with.x[1]", "tasks: [{id: a, uses: action:set, with: {x: [1, §'${{ env.A }}']}}]"),
+    ("invalid_template", "spec.tasks[0].vars.x", "tasks: [{id: a, uses: action:set, vars: {x: §'${{ inputs.a'}}]"),
+    ("invalid_template", "spec.tasks[0].when", "tasks: [{id: a, uses: action:set, when: §'inputs.a or inputs.b'}]"),
+    ("invalid_template", "spec.tasks[1].with.x", "tasks: [{id: a, uses: action:set}, {id: b, uses: action:set, with: {x: §'${{ tasks.a.output }}'}}]"),
+    ("invalid_template", "spec.tasks[1].when", "tasks: [{id: a, uses: action:set}, {id: b, uses: action:set, when: §tasks.a.output.changed}]"),
+    ("missing_reference", "spec.tasks[0].with.when", "tasks: [{id: a, uses: action:set, with: {when: §'${{ tasks.b.output }}'}}]"),
+    ("missing_reference", "spec.outputs.r", "outputs: {r: §'${{ tasks.b.output }}'}\n  tasks: [{id: a, uses: action:set}]"),
+    ("invalid_template", "spec.outputs.r", "outputs: {r: §'${{ }}'}\n  tasks: [{id: a, uses: action:set}]"),
+    # action inputs
+    ("schema_violation", "spec.tasks[0].with.paht", "tasks: [{id: a, uses: action:read, with: {path: x, §paht: y}}]"),
+    ("schema_violation", "spec.tasks[0].with.path", "tasks: [§{id: a, uses: action:read}]"),
+    ("schema_violation", "spec.tasks[0].with.path", "tasks: [{id: a, uses: action:read, with: {path: §7}}]"),
+    ("schema_violation", "spec.tasks[0].with.content", "tasks: [{id: a, uses: action:write, with: §{path: x}}]"),
+    ("schema_violation", "spec.tasks[0].with.content", "tasks: [{id: a, uses: action:write, with: {path: x, content: §1.5}}]"),
+    ("schema_violation", "spec.tasks[0].with.that", "tasks: [{id: a, uses: action:check, with: §{message: x}}]"),
+    ("schema_violation", "spec.tasks[0].with.that", "tasks: [{id: a, uses: action:check, with: {that: §'yes'}}]"),
+    ("schema_violation", "spec.tasks[0].with.command", "tasks: [{id: a, uses: action:sh, with: {§command: x}}]"),
+    ("schema_violation", "spec.tasks[0].with.args[1]", "tasks: [{id: a, uses: action:sh, with: {args: [a, §1]}}]"),
+    ("schema_violation", "spec.tasks[0].with.env.A", "tasks: [{id: a, uses: action:sh, with: {env: {A: §true}}}]"),
+    ("schema_violation", "spec.tasks[0].with.stdin", "tasks: [{id: a, uses: action:sh, with: {stdin: §[x]}}]"),
+    ("schema_violation", "spec.tasks[0].with.key", "tasks: [{id: a, uses: action:get, with: {key: §''}}]"),
+    # memory
+    ("schema_violation", "spec.tasks[0].memoryWrites", "tasks: [{id: a, uses: action:set, §memoryWrites: [k]}]"),
+    ("schema_violation", "spec.tasks[0].memoryWrites", "tasks: [{id: a, uses: action:put, memoryWrites: §[], with: {key: k}}]"),
+    ("schema_violation", "spec.tasks[0].memoryWrites", "tasks: [{id: a, uses: action:put, memoryWrites: §[b], with: {key: k}}]"),
+    ("schema_violation", "spec.tasks[0].with.key", "tasks: [{id: a, uses: action:put, with: {key: §'${{ inputs.k }}'}}]"),
+    ("schema_violation", "spec.runtime.maxConcurrency", "runtime: {maxConcurrency: §2}\n  tasks: [{id: a, uses: action:put, with: {key: k}}, {id: b, uses: action:put, with: {key: k}}]"),
+    # expansion
+    ("schema_violation", "spec.tasks[0].matrix", "tasks: [{id: a, uses: action:set, foreach: {items: []}, matrix: §{axes: {x: [1]}}}]"),
+    ("schema_violation", "spec.tasks[0].foreach", "tasks: [{id: a, uses: action:set, foreach: §{items: [1, 2], maxItems: 1}}]"),
+    ("schema_violation", "spec.tasks[0].foreach.maxItems", "tasks: [{id: a, uses: action:set, foreach: {items: [], maxItems: §100001}}]"),
+    ("schema_violation", "spec.tasks[0].foreach.as", "tasks: [{id: a, uses: action:set, foreach: {items: [], as: §a-b}}]"),
+    ("schema_violation", "spec.tasks[0].foreach.items", "tasks: [{id: a, uses: action:set, foreach: {items: §3}}]"),
+    ("invalid_template", "spec.tasks[0].foreach.items", "tasks: [{id: a, uses: action:set, foreach: {items: §'${{ inputs.xs }}'}}]"),
+    ("invalid_template", "spec.tasks[0].foreach.items", "tasks: [{id: a, uses: action:set, foreach: {items: §'${{ memory.xs }}'}}]"),
+    ("schema_violation", "spec.tasks[0].foreach.items", "inputs: {xs: 3}\n  tasks: [{id: a, uses: action:set, foreach: {items: §'${{ inputs.xs }}'}}]"),
+    ("schema_violation", "spec.tasks[0].matrix.axes", "tasks: [{id: a, uses: action:set, matrix: {axes: §{}}}]"),
+    ("schema_violation", "spec.tasks[0].vars.item", "tasks: [{id: a, uses: action:set, vars: {§item: 1}, foreach: {items: [1]}}]"),
+    ("invalid_template", "spec.tasks[1].foreach.items[0]", "tasks: [{id: a, uses: action:set}, {id: b, uses: action:set, foreach: {items: [§'${{ tasks.a.output }}']}}]"),
+    # features that are not there
+    ("unsupported_capability", "spec.packs", "§packs: [{name: p, version: '1'}]\n  tasks: [{id: a, uses: action:set}]"),
+    ("unsupported_capability", "spec.varsFiles", "§varsFiles: [a.yaml]\n  tasks: [{id: a, uses: action:set}]"),
+    ("unsupported_capability", "spec.tasks[0].varsFiles", "tasks: [{id: a, uses: action:set, §varsFiles: [a.yaml]}]"),
+    ("unsupported_capability", "spec.runtime.budgets.maxTasks", "runtime: {budgets: {§maxTasks: 5}}\n  tasks: [{id: a, uses: action:set}]"),
+    ("unsupported_capability", "spec.compensation.onFailure", "compensation: {§onFailure: automatic}\n  tasks: [{id: a, uses: action:set}]"),
+    ("unsupported_capability", "spec.tasks[0].compensate", "tasks: [{id: a, uses: action:write, with: {path: x, content: y}, §compensate: {uses: action:write}}]"),
+    ("unsupported_capability", "spec.tasks[0].loop", "tasks: [{id: a, uses: action:set, §loop: {maxIterations: 2, while: '${{ vars.x }}'}}]"),
+    ("unsupported_capability", "spec.tasks[0].uses", "tasks: [{id: a, §uses: router, route: {select: '${{ inputs.x }}', cases: [{equals: 1, tasks: [a]}]}}]"),
+    ("unsupported_capability", "spec.tasks[0].uses", "tasks: [{id: a, §uses: workflow:w}]"),
+    ("unsupported_capability", "spec.tasks[0].uses", "tasks: [{id: a, §uses: agent:g}]"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("code", "path", "spec"), SPECS, ids=range(len(SPECS)))
+def test_spec(load: Callable[[str], Any], code: str, path: str, spec: str) -> None:
+    found, _, _ = first_finding(load, f"{HEAD}{ACTIONS}  {spec}\n")
+    assert (found.code, found.path) == (code, path), found.as_text()
+    assert found.file == "flow.yaml"
+    assert found.severity == "error"
+
+
+USED_ACTIONS = [
+    ("spec.tasks[0].uses", "{kind: mcp.call}", "mcp.call"),
+    ("spec.tasks[0].uses", "{kind: a2a.delegate}", "a2a.delegate"),
+    ("spec.tasks[0].uses", "{kind: builtin.long_term_memory.read}", "builtin.long_term_memory.read"),
+    ("spec.tasks[0].uses", "{kind: builtin.long_term_memory.promote}", "promote"),
+    (
+        "spec.tasks[0].uses",
+        "{kind: extension.process, command: x, idempotency: pure, inputSchema: {}, outputSchema: {}, "
+        "protocolVersion: agentctl.dev/process-extension/v1}",
+        "extension.process",
+    ),
+    ("spec.actions.x.env", "{kind: builtin.shell.exec, command: x, env: {A: {env: B}}}", "secret reference"),
+    ("spec.actions.x.artifacts", "{kind: builtin.shell.exec, command: x, artifacts: [a]}", "artifacts"),
+    (
+        "spec.actions.x.isolation",
+        "{kind: builtin.shell.exec, command: x, isolation: container, container: {image: 'sha256:" + "a" * 64 + "'}}",
+        "isolation: container",
+    ),
+]
+
+
+@pytest.mark.parametrize(("path", "action", "named"), USED_ACTIONS)
+def test_actions_that_cannot_run_are_named_when_used_only(build: Any, path: str, action: str, named: str) -> None:
+    spec = f"  policy: {{approval: never}}\n  actions: {{s: {{kind: builtin.assign}}, x: {action}}}\n  tasks: [{{id: a, uses: action:%s}}]"
+    build(spec % "s")
+    with pytest.raises(DocumentError) as caught:
+        build(spec % "x")
+    (found,) = caught.value.diagnostics
+    assert (found.code, found.path) == ("unsupported_capability", path)
+    assert named in found.message
+
+
+@pytest.mark.parametrize(
+    ("mode", "gated"),
+    [
+        (None, {"write", "sh"}),
+        ("mutations", {"write", "sh"}),
+        ("high_risk", {"sh"}),
+        ("always", {"read", "write", "sh", "put"}),
+        ("never", set()),
+    ],
+)
+def test_effects_that_need_approval_are_refused(build: Any, mode: str | None, gated: set[str]) -> None:
+    inputs = {"set": "{}", "check": "{that: true}", "read": "{path: x}", "write": "{path: x, content: y}",
+              "sh": "{}", "get": "{key: k}", "put": "{key: k}"}  # fmt: skip
+    policy = f"policy: {{approval: {mode}}}" if mode else "policy: {}"
+    actions = ACTIONS.replace("policy: {approval: never}", policy)
+    tasks = "".join(f"    - {{id: {name}, uses: action:{name}, with: {given}}}\n" for name, given in inputs.items())
+    found: set[str] = set()
+    try:
+        build(f"{actions}  tasks:\n{tasks}    - {{id: again, uses: action:sh}}\n")
+    except DocumentError as error:
+        for item in error.diagnostics:
+            assert item.code == "unsupported_capability"
+            assert item.help == "declare policy: {approval: never}"
+            found.add(item.message.split("'")[1])
+        assert len(error.diagnostics) == len(gated)
+    assert found == gated
+
+
+@pytest.mark.parametrize(
+    ("action", "field"),
+    [
+        ("{kind: builtin.assign, §command: x}", "command"),
+        ("{kind: builtin.assign, §timeoutSeconds: 3}", "timeoutSeconds"),
+        ("{kind: builtin.read, §idempotency: pure}", "idempotency"),
+        ("{kind: builtin.shell.exec, command: x, §capabilities: [a]}", "capabilities"),
+        ("{kind: builtin.memory.read, §stdoutLimitBytes: 1}", "stdoutLimitBytes"),
+        ("{kind: extension.process, command: x, §parse: json}", "parse"),
+    ],
+)
+def test_action_fields_fit_their_kind(build: Any, action: str, field: str) -> None:
+    with pytest.raises(DocumentError) as caught:
+        build(f"  actions: {{x: {action.replace('§', '')}}}\n  tasks: [{{id: a, uses: action:x}}]")
+    found = caught.value.diagnostics[0]
+    assert (found.code, found.path) == ("schema_violation", f"spec.actions.x.{field}")
+
+
+def test_hints(build: Any) -> None:
+    for spec, hint in [
+        ("tasks: [{id: a, uses: action:sett}]", "did you mean 'set'?"),
+        ("tasks: [{id: a, uses: action:set, wiht: {}}]", "did you mean 'with'?"),
+        ("tasks: [{id: first, uses: action:set}, {id: b, uses: action:set, needs: [frist]}]", "did you mean 'first'?"),
+        ("tasks: [{id: a, uses: action:read, with: {path: x, pahts: y}}]", "did you mean 'path'?"),
+        ("tasks: [{id: 12, uses: action:set}]", 'quote it: "12"'),
+        ("tasks: [{id: a, uses: action:set, timeoutSeconds: '5'}]", "remove the quotes"),
+        ("tasks: [{id: a, uses: action:set, failure: stpo}]", "did you mean 'stop'?"),
+        ("tasks: [{id: a, uses: action:set}, {id: b, uses: action:set, when: tasks.a.output.x}]", "add a to needs"),
+    ]:
+        with pytest.raises(DocumentError) as caught:
+            build(f"{ACTIONS}  {spec}")
+        assert caught.value.diagnostics[0].help == hint
+
+
+def test_findings_of_task_checks_are_collected(build: Any) -> None:
+    with pytest.raises(DocumentError) as caught:
+        build(
+            f"{ACTIONS}  outputs: {{o: '${{{{ x }}}}'}}\n  tasks:\n"
+            "    - {id: a, uses: action:gone}\n    - {id: a, uses: action:set, needs: [zz]}\n"
+            "    - {id: c, uses: action:read}\n"
+        )
+    assert sorted(item.code for item in caught.value.diagnostics) == [
+        "duplicate_task",
+        "invalid_template",
+        "missing_reference",
+        "missing_reference",
+        "schema_violation",
+    ]
+
+
+def test_a_cycle_lists_what_it_holds_up_in_declaration_order(build: Any) -> None:
+    tasks = "".join(
+        f"    - {{id: {name}, uses: action:set, needs: [{need}]}}\n"
+        for name, need in [("x", ""), ("c", "a"), ("b", "c"), ("a", "b"), ("after", "a")]
+    )
+    with pytest.raises(DocumentError, match="c -> b -> a -> after") as caught:
+        build(f"{ACTIONS}  tasks:\n{tasks}")
+    assert len(caught.value.diagnostics) == 1
+
+
+def test_too_many_findings_are_cut(build: Any) -> None:
+    tasks = "".join(f"    - {{id: t{n}, uses: action:gone}}\n" for n in range(500))
+    with pytest.raises(DocumentError) as caught:
+        build(f"{ACTIONS}  tasks:\n{tasks}")
+    assert len(caught.value.diagnostics) == 101
+    assert "400 more findings" in caught.value.diagnostics[-1].message
+
+
+def test_the_old_version_name_is_a_warning(load: Any) -> None:
+    spec = "spec:\n  actions: {s: {kind: builtin.assign}}\n  tasks: [{id: a, uses: action:s}]\n"
+    old = load(f"apiVersion: agentctl.dev/v1alpha1\nkind: Workflow\nmetadata: {{name: demo}}\n{spec}")
+    new = load(f"apiVersion: agentctl.dev/v1\nkind: Workflow\nmetadata: {{name: demo}}\n{spec}")
+    assert [(item.severity, item.code, item.line) for item in old.warnings] == [("warning", "unsupported_version", 1)]
+    assert new.warnings == []
+    assert compile_workflow(old).plan_digest == compile_workflow(new).plan_digest
+
+
+def test_a_template_in_workflow_variables_gets_a_warning(load: Any) -> None:
+    document = load(
+        f"{HEAD}  vars: {{v: '${{{{ inputs.a }}}}'}}\n  actions: {{s: {{kind: builtin.assign}}}}\n  tasks: [{{id: a, uses: action:s}}]"
+    )
+    assert [item.path for item in document.warnings] == ["spec.vars.v"]
