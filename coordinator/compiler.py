@@ -8,7 +8,6 @@ alone, then order and memory are settled.
 
 from __future__ import annotations
 
-import gc
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from hashlib import sha256
@@ -32,6 +31,7 @@ from .plan import (
     plan_as_json,
     tasks_chunks,
 )
+from .yaml_document import collector_paused
 
 __all__ = ["compile_workflow", "merge_inputs", "plan_as_json"]
 
@@ -90,15 +90,8 @@ def compile_workflow(
     `inputs` are the run's inputs (a fan-out may take its items from them); `variables` are those of the
     command line, which win over all variables of the document (contract 1.10).
     """
-    # A plan is many small objects that all stay: collections in between would walk them again and again
-    # for nothing.
-    collecting = gc.isenabled()
-    gc.disable()
-    try:
+    with collector_paused():
         return _Compiler(document, inputs, variables).compile()
-    finally:
-        if collecting:
-            gc.enable()
 
 
 @dataclass(slots=True)

@@ -32,7 +32,7 @@ from pydantic_core import ErrorDetails, PydanticCustomError
 
 from .diagnostics import Diagnostic, DocumentError, did_you_mean
 from .expressions import has_template
-from .yaml_document import YamlDocument, read_document
+from .yaml_document import YamlDocument, collector_paused, read_document
 
 API_VERSION = "agentctl.dev/v1"
 OLD_API_VERSION = "agentctl.dev/v1alpha1"
@@ -835,7 +835,8 @@ def document_from_source(source: YamlDocument, *, base_dir: Path) -> LoadedDocum
     """Check a document that was read already. Raises `DocumentError` with all findings."""
     value, warnings = _check_version(source)
     try:
-        model = Workflow.model_validate(value)
+        with collector_paused():
+            model = Workflow.model_validate(value)
     except ValidationError as error:
         found = [_diagnostic(source, item) for item in error.errors(include_url=False)]
         raise DocumentError(found) from None
