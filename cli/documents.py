@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
-
 from agentctl.store.errors import EnvironmentFault, UsageError
 
 from .main import Settings, Verb, pass_settings
@@ -79,17 +78,16 @@ def _value(key: str, text: str) -> Any:
 
     try:
         json.loads(text, parse_constant=_not_json)
+        is_json = True
     except (ValueError, RecursionError):
-        value: Any = text
-    else:
-        value = None
+        is_json = False
     try:
-        if value is None:
+        if is_json:
             return parse_json(text)
-        check_value(value)
+        check_value(text)
     except JsonError as error:
         raise UsageError(f"--input {key}: {error.message}") from error
-    return value
+    return text
 
 
 def _not_json(name: str) -> Any:
@@ -102,7 +100,9 @@ def _json_object(text: str | bytes, what: str) -> dict[str, Any]:
     try:
         value = parse_json(text)
     except JsonError as error:
-        raise UsageError(f"{what}: {error.message}", remedy='it must be a JSON object such as {"name": "Ada"}') from error
+        raise UsageError(
+            f"{what}: {error.message}", remedy='it must be a JSON object such as {"name": "Ada"}'
+        ) from error
     if not isinstance(value, dict):
         raise UsageError(f"{what}: not a JSON object", remedy='it must be a JSON object such as {"name": "Ada"}')
     return value
@@ -126,7 +126,7 @@ def _read_file(file: str) -> bytes:
     except ValueError as error:
         raise UsageError(f"{what}: {error}", remedy="check the name of the file") from error
     if len(data) > MAX_INPUTS_FILE:
-        raise UsageError(f"{what}: more than {MAX_INPUTS_FILE} bytes", remedy="let the tasks read large data as files")
+        raise UsageError(f"{what}: more than {MAX_INPUTS_FILE} bytes", remedy="let tasks read large data from files")
     return data
 
 

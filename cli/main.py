@@ -266,10 +266,10 @@ def _click_error(settings: Settings, error: click.ClickException) -> int:
         click.echo(error.format_message(), err=True)
         return error.exit_code
     if isinstance(error, click.exceptions.NoArgsIsHelpError):
-        message, remedy = "no verb was given", f"`{PROGRAM} --help` lists them"
+        message, help_of = "no verb was given", PROGRAM
     else:
-        message = error.format_message()
-        remedy = f"`{context.command_path} --help` shows the usage" if context is not None else None
+        message, help_of = error.format_message(), PROGRAM if context is None else context.command_path
+    remedy = f"`{help_of} --help` shows the usage"
     print_error(settings, message, exit_code=error.exit_code, code="usage", remedy=remedy)
     return error.exit_code
 

@@ -25,7 +25,6 @@ def version(settings: Settings) -> None:
     import platform
 
     import apsw
-
     from agentctl.store.migrate import LATEST
 
     data = {

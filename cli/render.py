@@ -173,9 +173,7 @@ class Printer:
         self.settings = settings
         self.color = wants_color(settings, sys.stdout)
 
-    def result(
-        self, kind: str, data: Any, human: Callable[[Printer], None], diagnostics: Iterable[Any] = ()
-    ) -> None:
+    def result(self, kind: str, data: Any, human: Callable[[Printer], None], diagnostics: Iterable[Any] = ()) -> None:
         """The envelope for programs; for people what `human` prints, and with --verbose the data as well."""
         if self.settings.json:
             click.echo(envelope(kind, data, diagnostics))
@@ -216,8 +214,7 @@ class Printer:
 
 def _pad(cells: Sequence[str], widths: Sequence[int], *, ready: int | None = None) -> str:
     parts = [
-        cell if i == ready else cell.ljust(width)
-        for i, (cell, width) in enumerate(zip(cells, widths, strict=True))
+        cell if i == ready else cell.ljust(width) for i, (cell, width) in enumerate(zip(cells, widths, strict=True))
     ]
     return "  ".join(parts).rstrip()
 
@@ -320,18 +317,23 @@ class LiveProgress:
     interval = 0.2
 
     def __init__(self, printer: Printer) -> None:
-        from rich.console import Console
-        from rich.live import Live
-
-        console = Console(no_color=not printer.color, highlight=False)
-        self._live: Live = Live(console=console, transient=True, auto_refresh=False)
-        self._live.start()
+        self._printer = printer
+        self._live: Live | None = None
 
     def update(self, progress: Mapping[str, Any]) -> None:
+        if self._live is None:
+            # Not before there is something to show: many runs end sooner than rich is imported.
+            from rich.console import Console
+            from rich.live import Live
+
+            console = Console(no_color=not self._printer.color, highlight=False)
+            self._live = Live(console=console, transient=True, auto_refresh=False)
+            self._live.start()
         self._live.update(_live_picture(progress), refresh=True)
 
     def close(self) -> None:
-        self._live.stop()
+        if self._live is not None:
+            self._live.stop()
 
 
 def _live_picture(progress: Mapping[str, Any]) -> Group:

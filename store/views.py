@@ -255,9 +255,7 @@ def _find_run(tx: Connection, name: str) -> str:
     if len(found) > 1:
         raise UsageError(f"{name!r} is the beginning of several run ids", remedy="give more of it")
     if not found:
-        raise NotFoundError(
-            f"there is no run {name} in this database", remedy="`agentctl runs list` shows the runs"
-        )
+        raise NotFoundError(f"there is no run {name} in this database", remedy="`agentctl runs list` shows the runs")
     return str(found[0][0])
 
 
@@ -302,9 +300,7 @@ def _list_runs(tx: Connection, *, limit: int, state: str | None, cursor: str | N
     if cursor is not None:
         created, _, run_id = cursor.partition(":")
         if not (created.isascii() and created.isdigit() and len(created) <= 18 and run_id):
-            raise UsageError(
-                f"{cursor!r} is not the `next` of a list", remedy="copy `next` as it was printed"
-            )
+            raise UsageError(f"{cursor!r} is not the `next` of a list", remedy="copy `next` as it was printed")
         conditions.append("(created_at, run_id) < (CAST(? AS INTEGER), ?)")
         arguments += [created, run_id]
     where = f"WHERE {' AND '.join(conditions)} " if conditions else ""
@@ -330,9 +326,7 @@ def _list_runs(tx: Connection, *, limit: int, state: str | None, cursor: str | N
 def _status(tx: Connection, run: Run, *, now: int) -> dict[str, Any]:
     counts = _task_counts(tx, [run.run_id])[run.run_id]
     driver = _driver(tx, run)
-    waiting_count = sum(
-        number for state, number in counts.items() if state not in TASK_FINAL and state != "running"
-    )
+    waiting_count = sum(number for state, number in counts.items() if state not in TASK_FINAL and state != "running")
     waiting: list[dict[str, Any]] = []
     if run.ended_at is None and waiting_count:
         waiting = _waiting(tx, run, driver, now)
@@ -510,8 +504,7 @@ def _unmet(tx: Connection, run: Run, task_ids: Sequence[str]) -> dict[str, tuple
     open_needs = {
         row[0]
         for row in tx.execute(
-            "SELECT task_id FROM json_each(?) n JOIN tasks ON run_id = ? AND task_id = n.value "
-            "WHERE ended_at IS NULL",
+            "SELECT task_id FROM json_each(?) n JOIN tasks ON run_id = ? AND task_id = n.value WHERE ended_at IS NULL",
             (json.dumps(sorted({need for needs, _ in plan.values() for need in needs})), run.run_id),
         )
     }
@@ -519,8 +512,7 @@ def _unmet(tx: Connection, run: Run, task_ids: Sequence[str]) -> dict[str, tuple
     open_positions: dict[int, str] = dict(
         _rows(
             tx,
-            "SELECT position, task_id FROM json_each(?) n JOIN tasks ON task_no = ? + n.value "
-            "WHERE ended_at IS NULL",
+            "SELECT position, task_id FROM json_each(?) n JOIN tasks ON task_no = ? + n.value WHERE ended_at IS NULL",
             (json.dumps(positions), run.first_task),
         )
     )

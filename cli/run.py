@@ -1,0 +1,542 @@
+"""Verbs that begin, follow and end runs (contract 4.10 to 4.12, new verbs).
+
+Faults of a document or of inputs are found before a database is opened, so they leave no run row and no file. A
+foreground `run` goes on when its stdout is lost; its exit code always tells how the run has ended.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from contextlib import closing, contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NoReturn, TypeAlias
+
+import click
+from agentctl.store.errors import AgentctlError, UsageError
+from agentctl.store.states import RUN_FINAL
+
+from .documents import compile_file, input_options, read_inputs
+from .main import EXIT_INTERRUPTED, Settings, Verb, pass_settings
+from .render import (
+    Printer,
+    Progress,
+    clean,
+    counts_text,
+    duration,
+    envelope,
+    give_up_stdout,
+    progress_for,
+    warn,
+    warn_findings,
+    when,
+)
+
+if TYPE_CHECKING:
+    from agentctl.coordinator.definition import LoadedDocument
+    from agentctl.coordinator.plan import Plan
+    from agentctl.coordinator.submission import Submission
+    from agentctl.store.engine import Store
+    from agentctl.store.views import Views
+
+EXIT_BY_STATE = {"succeeded": 0, "paused": 3, "failed": 4, "running": 4, "cancelled": EXIT_INTERRUPTED}
+"""Contract 4.10."""
+
+POLL_SECONDS = 0.05
+"""How often a waiting command looks at SQLite's change counter, which costs some microseconds."""
+
+LOOK_SECONDS = 1.0
+"""How often it looks at the run all the same: for the death of a driver, which changes no row."""
+
+ACTOR = "cli-user"
+MAX_KEY = 256
+SHOWN_FAILURES = 10
+SHOWN_OUTPUT = 4000
+
+
+_Prepared: TypeAlias = "tuple[LoadedDocument, Plan, Path]"
+
+
+class AlreadyTerminal(AgentctlError):
+    """The run has ended; there is nothing to go on with (contract 4.9: exit 4)."""
+
+    code = "already_terminal"
+
+
+def open_store(settings: Settings, *, create: bool = False) -> Store:
+    """The database of this invocation. Raises what `Store` raises."""
+    from agentctl.store.clock import SystemClock
+    from agentctl.store.engine import Store
+
+    return Store(settings.database, SystemClock(), create=create)
+
+
+def views_of(store: Store) -> Views:
+    """The read-only questions to a store."""
+    from agentctl.store.views import Views
+
+    return Views(store.database, store.clock)
+
+
+# -- begin -------------------------------------------------------------------------------------------------------
+
+
+def _submission_options(function: Callable[..., Any]) -> Callable[..., Any]:
+    for option in (
+        click.option("--idempotency-key", metavar="KEY", help="The same key gives the same run back."),
+        click.option("--priority", type=click.IntRange(-10, 10), default=0, help="-10 to 10; higher is served first."),
+        click.option("--workspace", type=click.Path(), metavar="DIR", help="Base of paths; else FILE's folder."),
+        input_options,
+        click.argument("file"),
+    ):
+        function = option(function)
+    return function
+
+
+_workers_option = click.option(
+    "--workers", type=click.IntRange(1, 1024), metavar="N", help="Size of the run's own pool, if none is live."
+)
+
+
+def _prepare(
+    settings: Settings,
+    file: str,
+    pairs: tuple[str, ...],
+    inputs_text: str | None,
+    inputs_file: str | None,
+    workspace: str | None,
+    key: str | None,
+) -> _Prepared:
+    """Everything of a submission that needs no database. Raises `UsageError` (and `DocumentError`)."""
+    if key is not None and not (1 <= len(key) <= MAX_KEY and key.isprintable()):
+        raise UsageError(f"--idempotency-key must be 1 to {MAX_KEY} printable characters")
+    document, plan = compile_file(file, read_inputs(pairs, inputs_text, inputs_file))
+    base = document.base_dir
+    if workspace is not None:
+        base = Path(workspace).absolute()
+        if not base.is_dir():
+            raise UsageError(f"--workspace {workspace}: no such folder", remedy="give a folder that exists")
+    warn_findings(settings, document.warnings)
+    return document, plan, base
+
+
+def _submit(
+    settings: Settings,
+    prepared: _Prepared,
+    *,
+    priority: int,
+    key: str | None,
+) -> tuple[Submission, Store]:
+    from agentctl.coordinator.submission import submit as submit_run
+    from agentctl.store.clock import SystemIds
+
+    document, plan, base = prepared
+    store = open_store(settings, create=True)
+    try:
+        submission = submit_run(
+            store,
+            document,
+            plan,
+            plan.inputs,
+            ids=SystemIds(store.clock),
+            priority=priority,
+            idempotency_key=key,
+            base_path=base,
+            actor=ACTOR,
+        )
+    except BaseException:
+        store.close()
+        raise
+    return submission, store
+
+
+@click.command(cls=Verb)
+@_submission_options
+@_workers_option
+@pass_settings
+@click.pass_context
+def run(
+    context: click.Context,
+    settings: Settings,
+    file: str,
+    pairs: tuple[str, ...],
+    inputs_text: str | None,
+    inputs_file: str | None,
+    workspace: str | None,
+    priority: int,
+    idempotency_key: str | None,
+    workers: int | None,
+) -> None:
+    """Run a workflow file and wait for its end.
+
+    The first SIGINT or SIGTERM cancels the run. Exit: 0 succeeded, 3 paused, 4 failed, 130 cancelled.
+    """
+    from . import pool  # noqa: F401  # its import takes a while, and nothing may interrupt what follows for long
+
+    prepared = _prepare(settings, file, pairs, inputs_text, inputs_file, workspace, idempotency_key)
+    with _signals_held():
+        submission, store = _submit(settings, prepared, priority=priority, key=idempotency_key)
+    with closing(store):
+        plan = prepared[1] if submission.created else None
+        context.exit(_foreground(settings, store, submission.run_id, resume=False, workers=workers, plan=plan))
+
+
+@contextmanager
+def _signals_held() -> Iterator[None]:
+    """SIGINT and SIGTERM wait until the block has ended: a run that exists must not be left to nobody.
+
+    From then on until the foreground obeys them, either one raises KeyboardInterrupt.
+    """
+    import signal
+
+    held = {signal.SIGINT, signal.SIGTERM}
+    signal.signal(signal.SIGTERM, _interrupt)
+    signal.pthread_sigmask(signal.SIG_BLOCK, held)
+    try:
+        yield
+    except BaseException:
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, held)
+        raise
+
+
+def _interrupt(number: int, frame: object) -> NoReturn:
+    raise KeyboardInterrupt
+
+
+@click.command(cls=Verb)
+@_submission_options
+@pass_settings
+def submit(
+    settings: Settings,
+    file: str,
+    pairs: tuple[str, ...],
+    inputs_text: str | None,
+    inputs_file: str | None,
+    workspace: str | None,
+    priority: int,
+    idempotency_key: str | None,
+) -> None:
+    """Hand a workflow file to the pool and return at once.
+
+    Without a live coordinator the run waits for one; a warning says so.
+    """
+    prepared = _prepare(settings, file, pairs, inputs_text, inputs_file, workspace, idempotency_key)
+    submission, store = _submit(settings, prepared, priority=priority, key=idempotency_key)
+    with closing(store):
+        data = {
+            "runId": submission.run_id,
+            "traceId": submission.trace_id,
+            "state": submission.state,
+            "created": submission.created,
+        }
+        diagnostics: list[Any] = list(prepared[0].warnings)
+        if submission.state == "running":
+            diagnostics += _warn_undriven(settings, store)
+
+        def human(out: Printer) -> None:
+            known = "" if submission.created else f" (this key's run, {submission.state})"
+            out.line(submission.run_id + known)
+
+        Printer(settings).result("Submission", data, human, diagnostics)
+
+
+def _warn_undriven(settings: Settings, store: Store) -> list[dict[str, Any]]:
+    """Tell when no coordinator lives: nobody will drive the run (contract table, row 35)."""
+    from .pool import coordinator_is_live
+
+    if coordinator_is_live(store):
+        return []
+    message = "no coordinator is live: nobody drives this run yet; `agentctl workers start` does"
+    warn(settings, message)
+    return [
+        {
+            "code": "no_driver",
+            "severity": "warning",
+            "message": message,
+            "file": None,
+            "line": None,
+            "column": None,
+            "path": None,
+            "help": None,
+        }
+    ]
+
+
+@click.command(cls=Verb)
+@click.argument("run_name", metavar="RUN")
+@_workers_option
+@pass_settings
+@click.pass_context
+def resume(context: click.Context, settings: Settings, run_name: str, workers: int | None) -> None:
+    """Go on with a run that is paused or that nobody drives, and wait for its end.
+
+    A run that is driven elsewhere is followed. The stored plan is used, never the file. Exit like `run`.
+    """
+    with closing(open_store(settings)) as store:
+        views = views_of(store)
+        run_id = views.find_run(run_name)
+        state = views.state(run_id)
+        if state in RUN_FINAL:
+            raise AlreadyTerminal(
+                f"{run_id} has ended already: {state}",
+                remedy=f"`agentctl inspect {run_id}` shows what happened",
+                run_id=run_id,
+            )
+        context.exit(_foreground(settings, store, run_id, resume=True, workers=workers))
+
+
+# -- follow ------------------------------------------------------------------------------------------------------
+
+
+class _Follower:
+    """Shows how one run goes on, as often as the display wants it and no oftener than it can afford.
+
+    A look counts the tasks of the run, so the pause between two looks is at least twenty times what a look has cost.
+    """
+
+    def __init__(self, printer: Printer, store: Store, run_id: str, progress: Progress) -> None:
+        self._printer = printer
+        self._store = store
+        self._views = views_of(store)
+        self._run_id = run_id
+        self._progress = progress
+        # A run that ends at once needs no display.
+        self._next = store.clock.monotonic() + progress.interval
+        self._lost = False
+        self._seen: str | None = None
+
+    def tick(self) -> None:
+        """Look and show, if it is time. Never raises for a lost reader: the run does not end for it."""
+        clock = self._store.clock
+        started = clock.monotonic()
+        if self._lost or started < self._next:
+            return
+        try:
+            if self._printer.settings.output == "jsonl":
+                self.status_line()
+                interval = 1.0
+            else:
+                interval = self._progress.interval
+                if not self._printer.settings.json:
+                    self._progress.update(self._views.progress(self._run_id))
+        except OSError:
+            self.lose()
+            return
+        ended = clock.monotonic()
+        self._next = ended + max(interval, 20 * (ended - started))
+
+    @property
+    def lost(self) -> bool:
+        """Whether the reader of stdout is gone."""
+        return self._lost
+
+    def status_line(self) -> None:
+        """One RunStatus as a line, if it differs from the last one."""
+        text = envelope("RunStatus", self._views.status(self._run_id))
+        if text != self._seen:
+            self._seen = text
+            click.echo(text)
+
+    def lose(self) -> None:
+        """Nobody reads any more: go on in silence."""
+        self._lost = True
+        give_up_stdout()
+
+    def close(self) -> None:
+        """Take the display away."""
+        try:
+            self._progress.close()
+        except OSError:
+            self.lose()
+
+
+def _foreground(
+    settings: Settings, store: Store, run_id: str, *, resume: bool, workers: int | None, plan: Plan | None = None
+) -> int:
+    import signal
+
+    from .pool import cancel_run, run_in_foreground
+
+    printer = Printer(settings)
+    follower = None
+    try:
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT, signal.SIGTERM})
+        try:
+            if not settings.json:
+                begun = views_of(store).progress(run_id)
+                noun = "task" if begun["taskCount"] == 1 else "tasks"
+                verb = "resumed" if resume else "started"
+                printer.line(f"{run_id} {verb}: {clean(begun['workflow'])}, {begun['taskCount']} {noun}")
+        except OSError:
+            give_up_stdout()
+        follower = _Follower(printer, store, run_id, progress_for(printer))
+        run_in_foreground(settings.database, run_id, resume=resume, workers=workers, on_change=follower.tick, plan=plan)
+    except KeyboardInterrupt:
+        # The signal came before the foreground obeyed signals. A run that was only to be resumed stays as it was.
+        if resume:
+            raise
+        cancel_run(settings.database, run_id, reason="signal", actor=ACTOR)
+    finally:
+        if follower is not None:
+            follower.close()
+    try:
+        return _print_outcome(printer, store, run_id)
+    except OSError:
+        give_up_stdout()
+        return EXIT_BY_STATE[views_of(store).state(run_id)]
+
+
+def _follow(settings: Settings, run_name: str, *, show: bool, timeout: float | None) -> int:
+    """Wait for the end of a run without holding anything; exit code by state."""
+    with closing(open_store(settings)) as store:
+        views = views_of(store)
+        run_id = views.find_run(run_name)
+        printer = Printer(settings)
+        clock = store.clock
+        deadline = None if timeout is None else clock.monotonic() + timeout
+        state = views.state(run_id)
+        if state == "running":
+            _warn_if_waiting_is_vain(settings, store, views, run_id)
+        follower = None
+        if show:
+            follower = _Follower(printer, store, run_id, progress_for(printer))
+        try:
+            seen, look_at = views.data_version(), clock.monotonic() + LOOK_SECONDS
+            while True:
+                if follower is not None:
+                    _show(follower)
+                if state != "running" or (deadline is not None and clock.monotonic() >= deadline):
+                    break
+                pause = POLL_SECONDS if deadline is None else min(POLL_SECONDS, deadline - clock.monotonic())
+                clock.sleep(max(0.0, pause))
+                version = views.data_version()
+                if version != seen or clock.monotonic() >= look_at:
+                    seen, look_at = version, clock.monotonic() + LOOK_SECONDS
+                    state = views.state(run_id)
+        finally:
+            if follower is not None:
+                follower.close()
+        return _print_outcome(printer, store, run_id)
+
+
+def _show(follower: _Follower) -> None:
+    follower.tick()
+    if follower.lost:
+        # Nothing but the display was asked for: without a reader there is nothing left to do.
+        raise BrokenPipeError
+
+
+def _warn_if_waiting_is_vain(settings: Settings, store: Store, views: Views, run_id: str) -> None:
+    driver = views.status(run_id)["driver"]
+    if driver is None or driver["liveness"] == "dead":
+        _warn_undriven(settings, store)
+
+
+@click.command(cls=Verb)
+@click.argument("run_name", metavar="RUN")
+@click.option("--timeout-seconds", type=click.FloatRange(min=0), metavar="S", help="Give up waiting after S seconds.")
+@pass_settings
+@click.pass_context
+def wait(context: click.Context, settings: Settings, run_name: str, timeout_seconds: float | None) -> None:
+    """Wait for the end of a run and print its outcome.
+
+    Exit: 0 succeeded, 3 paused, 4 failed or still running after --timeout-seconds, 130 cancelled.
+    """
+    context.exit(_follow(settings, run_name, show=settings.output == "jsonl", timeout=timeout_seconds))
+
+
+@click.command(cls=Verb)
+@click.argument("run_name", metavar="RUN")
+@pass_settings
+@click.pass_context
+def watch(context: click.Context, settings: Settings, run_name: str) -> None:
+    """Follow a run until its end. With JSON output: a line of RunStatus for each change, then RunOutcome.
+
+    Leaving it (Ctrl-C) does not touch the run. Exit like `wait`.
+    """
+    if settings.json:
+        settings.output = "jsonl"
+    context.exit(_follow(settings, run_name, show=True, timeout=None))
+
+
+# -- end ---------------------------------------------------------------------------------------------------------
+
+
+@click.command(cls=Verb)
+@click.argument("run_name", metavar="RUN")
+@click.option("--reason", default="cancelled by a person", metavar="TEXT", help="Kept in the audit trail.")
+@click.option("--actor", default=ACTOR, metavar="NAME", help="Who asks; kept in the audit trail.")
+@pass_settings
+def cancel(settings: Settings, run_name: str, reason: str, actor: str) -> None:
+    """Cancel a run: no effect starts any more, and running commands are ended. A run that has ended is left alone."""
+    from .pool import cancel_run
+
+    with closing(open_store(settings)) as store:
+        run_id = views_of(store).find_run(run_name)
+    requested, state = cancel_run(settings.database, run_id, reason=reason, actor=actor)
+
+    def human(out: Printer) -> None:
+        if not requested:
+            out.line(f"{run_id} has ended before: {out.state(state)}")
+        elif state == "cancelled":
+            out.line(f"{run_id} is cancelled")
+        else:
+            out.line(f"{run_id} is being cancelled; `agentctl wait {run_id}` waits for the end")
+
+    Printer(settings).result("Cancellation", {"runId": run_id, "requested": requested, "state": state}, human)
+
+
+def _print_outcome(printer: Printer, store: Store, run_id: str) -> int:
+    """RunOutcome on stdout, for every state (contract, after the new verbs). Returns the exit code."""
+    views = views_of(store)
+    outcome = views.outcome(run_id)
+    printer.result("RunOutcome", outcome, lambda out: _outcome_for_people(out, views, outcome))
+    return EXIT_BY_STATE[str(outcome["state"])]
+
+
+def _outcome_for_people(out: Printer, views: Views, outcome: dict[str, Any]) -> None:
+    run_id, state = outcome["runId"], outcome["state"]
+    status = views.status(run_id)
+    spent = duration(status["updatedAt"] - status["createdAt"])
+    reason = f" ({outcome['reason']})" if outcome["reason"] else ""
+    out.line(f"{run_id} {out.state(state)}{reason} after {spent}: {counts_text(status['taskCounts'])}")
+    error = outcome["error"]
+    if isinstance(error, dict) and error.get("message"):
+        out.line(f"  {error.get('code', 'error')}: {clean(error['message'])}")
+    failures, count = views.failures(run_id, limit=SHOWN_FAILURES)
+    for failure in failures:
+        fault = failure["error"] or {}
+        text = f"{fault.get('code', 'failed')}: {clean(fault.get('message', 'no reason was recorded'))}"
+        out.line(f"  task {clean(failure['taskId'])}: {text}")
+    if count > len(failures):
+        out.line(f"  and {count - len(failures)} more failed tasks")
+    if status["uncertainEffects"]:
+        out.line("  effects that began and were never confirmed; nobody knows whether they happened:")
+        for effect in status["uncertainEffects"][:SHOWN_FAILURES]:
+            out.line(
+                f"    {effect['effectId'][:12]}  task {clean(effect['taskId'])}, attempt {effect['attempt']}, "
+                f"{effect['operation']}, started {when(effect['startedAt'])}"
+            )
+        if status["uncertainEffectCount"] > SHOWN_FAILURES:
+            out.line(f"    and {status['uncertainEffectCount'] - SHOWN_FAILURES} more")
+    if outcome["output"] is not None:
+        text = json.dumps(outcome["output"], ensure_ascii=False, indent=2)
+        if len(text) > SHOWN_OUTPUT:
+            text = text[:SHOWN_OUTPUT] + f"\n… (`agentctl wait {run_id} --output json` prints all of it)"
+        out.line("output:")
+        out.line("\n".join(clean(line) for line in text.split("\n")))
+    hint = _next_step(run_id, state, bool(status["uncertainEffects"]))
+    if hint:
+        out.line(f"next: {hint}")
+
+
+def _next_step(run_id: str, state: str, uncertain: bool) -> str | None:
+    if state == "running":
+        return f"`agentctl status {run_id}` shows what it waits for"
+    if uncertain:
+        return f"`agentctl inspect {run_id} --output json` shows what was asked for; check by hand what was done"
+    if state == "failed":
+        return f"`agentctl inspect {run_id}` shows the tasks, `agentctl logs {run_id}` what commands have printed"
+    if state == "paused":
+        return f"`agentctl resume {run_id}` goes on, `agentctl status {run_id}` shows what it waits for"
+    return None

@@ -1,0 +1,209 @@
+"""Verbs that show what is recorded. They only read, and are never blocked by those who write."""
+
+from __future__ import annotations
+
+import json
+from contextlib import closing
+from typing import Any
+
+import click
+
+from .main import Settings, Verb, VerbGroup, pass_settings
+from .render import Printer, clean, counts_text, duration, ended, when
+from .run import open_store, views_of
+
+SHOWN_TASKS = 200
+SHOWN_WAITING = 20
+
+_STATES = ("running", "paused", "succeeded", "failed", "cancelled")
+
+
+@click.command(cls=Verb)
+@click.argument("run_name", metavar="RUN")
+@pass_settings
+def status(settings: Settings, run_name: str) -> None:
+    """How a run stands, and why each waiting task waits. Exit 0 whatever the state.
+
+    RUN is an id, the beginning of one, or @latest.
+    """
+    with closing(open_store(settings)) as store:
+        views = views_of(store)
+        data = views.status(views.find_run(run_name))
+        now = store.clock.now()
+        Printer(settings).result("RunStatus", data, lambda out: _status_for_people(out, data, now))
+
+
+def _status_for_people(out: Printer, data: dict[str, Any], now: int) -> None:
+    reason = f" ({data['reason']})" if data["reason"] else ""
+    out.line(f"{out.bold(data['runId'])} {out.state(data['state'])}{reason}")
+    over = data["state"] not in ("running", "paused")
+    spent = duration((data["updatedAt"] if over else now) - data["createdAt"])
+    out.line(f"workflow  {clean(data['workflow'])}, mode {data['mode']}, priority {data['priority']}")
+    out.line(f"created   {when(data['createdAt'])}, {'took' if over else 'since'} {spent}")
+    if data["deadlineAt"] is not None:
+        out.line(f"deadline  {when(data['deadlineAt'])}")
+    if data["cancelRequestedAt"] is not None:
+        out.line(f"cancel    requested {when(data['cancelRequestedAt'])}")
+    counts = data["taskCounts"]
+    out.line(f"tasks     {ended(counts)} of {sum(counts.values())} ended: {counts_text(counts)}")
+    if not over:
+        out.line(f"driver    {_driver(data['driver'])}")
+    if data["running"]:
+        out.line("running:")
+        for task in data["running"][:SHOWN_WAITING]:
+            since = duration(now - task["claimedAt"])
+            out.line(
+                f"  {clean(task['taskId'])}: attempt {task['attempt']}, delivery {task['delivery']}, "
+                f"by {clean(task['workerId'])}, for {since}"
+            )
+        _more(out, counts.get("running", 0) - min(len(data["running"]), SHOWN_WAITING))
+    if data["waiting"]:
+        out.line("waiting:")
+        for task in data["waiting"][:SHOWN_WAITING]:
+            why = out.paint(task["why"], "yellow")
+            out.line(f"  {clean(task['taskId'])}: {why}: {clean(task['detail'])}")
+        _more(out, data["waitingCount"] - min(len(data["waiting"]), SHOWN_WAITING))
+    if data["uncertainEffects"]:
+        out.line("uncertain effects (began, never confirmed):")
+        for effect in data["uncertainEffects"][:SHOWN_WAITING]:
+            out.line(
+                f"  {effect['effectId'][:12]}  task {clean(effect['taskId'])}, attempt {effect['attempt']}, "
+                f"{effect['operation']}, started {when(effect['startedAt'])}"
+            )
+        _more(out, data["uncertainEffectCount"] - min(len(data["uncertainEffects"]), SHOWN_WAITING))
+
+
+def _driver(driver: dict[str, Any] | None) -> str:
+    if driver is None:
+        return "nobody; `agentctl workers start` or `agentctl resume RUN` drives it"
+    who = f"{driver['kind'] or 'process'} {clean(driver['processId'])}"
+    pid = f", pid {driver['pid']}" if driver["pid"] is not None else ""
+    return f"{who}{pid}, {driver['liveness']}"
+
+
+def _more(out: Printer, number: int) -> None:
+    if number > 0:
+        out.line(f"  and {number} more")
+
+
+@click.command(cls=Verb)
+@click.argument("run_name", metavar="RUN")
+@pass_settings
+def inspect(settings: Settings, run_name: str) -> None:
+    """Everything that is recorded about a run. For people: its tasks; with JSON output all records."""
+    with closing(open_store(settings)) as store:
+        views = views_of(store)
+        run_id = views.find_run(run_name)
+        if settings.json:
+            Printer(settings).result("RunInspection", views.inspect(run_id), lambda out: None)
+            return
+        out = Printer(settings)
+        _status_for_people(out, views.status(run_id), store.clock.now())
+        tasks, count = views.tasks(run_id, limit=SHOWN_TASKS)
+        out.line()
+        rows = []
+        for task in tasks:
+            spent = None
+            if task["startedAt"] is not None and task["endedAt"] is not None:
+                spent = duration(task["endedAt"] - task["startedAt"])
+            error = task["error"] if isinstance(task["error"], dict) else {}
+            note = f"{error.get('code')}: {error.get('message')}" if error else ""
+            rows.append((task["taskId"], task["state"], task["attempt"], task["deliveries"], spent, note[:120]))
+        out.table(("TASK", "STATE", "ATTEMPT", "DELIVERIES", "TOOK", "ERROR"), rows, states=1)
+        if count > len(tasks):
+            out.line(f"and {count - len(tasks)} more tasks; --output json shows all")
+        if settings.verbose:
+            out.line(json.dumps(views.inspect(run_id), ensure_ascii=False, indent=2))
+
+
+@click.command(cls=Verb)
+@click.argument("run_name", metavar="RUN")
+@click.argument("task_id", metavar="TASK", required=False)
+@pass_settings
+def logs(settings: Settings, run_name: str, task_id: str | None) -> None:
+    """What the commands of a run have printed, per attempt, as far as it was recorded.
+
+    For people stdout and stderr of each attempt follow a head line; with JSON output they are separate texts.
+    """
+    with closing(open_store(settings)) as store:
+        views = views_of(store)
+        run_id = views.find_run(run_name)
+        entries = views.logs(run_id, task_id)
+        data = {"runId": run_id, "taskId": task_id, "attempts": entries}
+        Printer(settings).result("Logs", data, lambda out: _logs_for_people(out, entries))
+
+
+def _logs_for_people(out: Printer, entries: list[dict[str, Any]]) -> None:
+    for entry in entries:
+        how = entry["status"] if entry["exitCode"] is None else f"exit {entry['exitCode']}"
+        out.line(out.bold(f"==> {clean(entry['taskId'])}, attempt {entry['attempt']}: {how} <=="))
+        for name in ("stdout", "stderr"):
+            text = entry[name]
+            if not text:
+                continue
+            if name == "stderr":
+                out.line(out.paint("--- stderr ---", "yellow"))
+            click.echo(text, nl=not text.endswith("\n"), color=out.color)
+        if entry["truncated"]:
+            out.line(out.paint("(only a part was kept)", "yellow"))
+        if entry["error"] is not None:
+            out.line(out.paint(f"{entry['error']['code']}: {clean(entry['error']['message'])}", "red"))
+
+
+@click.command(cls=Verb)
+@click.argument("run_name", metavar="RUN")
+@click.option("--after", type=click.IntRange(min=0), default=0, help="Only events with a higher sequence.")
+@click.option("--limit", type=click.IntRange(1, 1000), default=1000, help="At most so many.")
+@pass_settings
+def events(settings: Settings, run_name: str, after: int, limit: int) -> None:
+    """The audit trail of a run, oldest first."""
+    with closing(open_store(settings)) as store:
+        views = views_of(store)
+        run_id = views.find_run(run_name)
+        found = views.events(run_id, after=after, limit=limit)
+
+        def human(out: Printer) -> None:
+            rows = [
+                (
+                    event["sequence"],
+                    when(event["createdAt"]),
+                    event["eventType"],
+                    event["taskId"],
+                    json.dumps(event["payload"], ensure_ascii=False),
+                )
+                for event in found
+            ]
+            out.table(("#", "TIME", "EVENT", "TASK", "WHAT"), rows)
+
+        Printer(settings).result("EventList", {"runId": run_id, "events": found}, human)
+
+
+@click.group(cls=VerbGroup)
+def runs() -> None:
+    """List runs."""
+
+
+@runs.command("list")
+@click.option("--limit", type=click.IntRange(1, 1000), default=50, help="At most so many (50).")
+@click.option("--state", type=click.Choice(_STATES), help="Only runs in this state.")
+@click.option("--next", "cursor", metavar="CURSOR", help="Go on where an earlier list ended: its `next`.")
+@pass_settings
+def runs_list(settings: Settings, limit: int, state: str | None, cursor: str | None) -> None:
+    """List runs, newest first."""
+    with closing(open_store(settings)) as store:
+        data = views_of(store).list_runs(limit=limit, state=state, cursor=cursor)
+
+        def human(out: Printer) -> None:
+            rows = []
+            for run in data["runs"]:
+                counts = run["taskCounts"]
+                tasks = f"{ended(counts)}/{sum(counts.values())}"
+                if counts.get("failed"):
+                    tasks += f", {counts['failed']} failed"
+                reason = run["reason"]
+                rows.append((run["runId"], run["state"], run["workflow"], tasks, when(run["createdAt"]), reason))
+            out.table(("RUN", "STATE", "WORKFLOW", "TASKS", "CREATED", "REASON"), rows, states=1)
+            if data["next"] is not None:
+                out.line(f"more: agentctl runs list --next {data['next']}")
+
+        Printer(settings).result("RunList", data, human)

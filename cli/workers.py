@@ -1,0 +1,157 @@
+"""Verbs about the pool: supervisors, workers and coordinators."""
+
+from __future__ import annotations
+
+import os
+from contextlib import closing
+
+import click
+
+from .main import Settings, VerbGroup, pass_settings
+from .render import Printer, clean, size, warn
+from .run import open_store, views_of
+
+DEFAULT_DRAIN_SECONDS = 30.0
+
+
+def _cores() -> int:
+    return max(1, len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1)
+
+
+@click.group(cls=VerbGroup)
+def workers() -> None:
+    """Start, list, drain and stop workers."""
+
+
+@workers.command("start")
+@click.option("-n", "--count", type=click.IntRange(1, 1024), metavar="N", help="How many workers; else one per core.")
+@click.option("--name", metavar="NAME", help="Name of the pool; its workers are NAME-1, NAME-2, ...")
+@click.option("--no-coordinator", is_flag=True, help="Only workers: another process drives the runs.")
+@click.option(
+    "--drain-seconds",
+    type=click.FloatRange(min=0),
+    default=DEFAULT_DRAIN_SECONDS,
+    metavar="S",
+    help="How long running commands may go on after SIGTERM (30).",
+)
+@pass_settings
+@click.pass_context
+def workers_start(
+    context: click.Context,
+    settings: Settings,
+    count: int | None,
+    name: str | None,
+    no_coordinator: bool,
+    drain_seconds: float,
+) -> None:
+    """Start a pool of workers here and keep it alive until SIGTERM or SIGINT.
+
+    The first signal drains it, a second one ends it hard. Exit: 0 drained, 3 forced, 5 could not start.
+    """
+    from .pool import start_workers
+
+    # Opened here once, so that a database that cannot be used is told before any process starts.
+    open_store(settings, create=True).close()
+    context.exit(
+        start_workers(
+            settings.database,
+            count=count if count is not None else _cores(),
+            name=name,
+            coordinator=not no_coordinator,
+            drain_seconds=drain_seconds,
+        )
+    )
+
+
+@workers.command("list")
+@pass_settings
+def workers_list(settings: Settings) -> None:
+    """List workers: the living first, then those that have ended. Each start is an entry of its own."""
+    with closing(open_store(settings)) as store:
+        data = views_of(store).workers()
+
+        def human(out: Printer) -> None:
+            rows = []
+            for worker in data["workers"]:
+                task = None
+                if worker["taskId"] is not None:
+                    task = f"{worker['taskId']} ({worker['attempt']}.{worker['delivery']}) of {worker['runId']}"
+                rows.append(
+                    (
+                        worker["name"],
+                        worker["state"],
+                        worker["pid"],
+                        worker["done"],
+                        worker["failed"],
+                        size(worker["rssBytes"]),
+                        task,
+                        worker["workerId"],
+                    )
+                )
+            heads = ("NAME", "STATE", "PID", "DONE", "FAILED", "MEMORY", "TASK", "WORKER")
+            out.table(heads, rows, states=1)
+
+        Printer(settings).result("WorkerList", data, human)
+
+
+@workers.command("drain")
+@click.argument("worker")
+@pass_settings
+def workers_drain(settings: Settings, worker: str) -> None:
+    """Let one worker finish what it does, take nothing new, and end. WORKER is an id, a name or a pid."""
+    with closing(open_store(settings)) as store:
+        row = store.find_process(worker, "worker")
+        requested = store.request_drain(row.process_id)
+
+        def human(out: Printer) -> None:
+            said = "drains" if requested else "has ended before"
+            out.line(f"worker {clean(row.name)} ({row.process_id}, pid {row.pid}) {said}")
+
+        data = {"workerId": row.process_id, "name": row.name, "pid": row.pid, "requested": requested}
+        Printer(settings).result("WorkerDrain", data, human)
+
+
+@workers.command("stop")
+@click.option("--hard", is_flag=True, help="End running commands instead of letting them finish.")
+@pass_settings
+def workers_stop(settings: Settings, hard: bool) -> None:
+    """Stop every pool that works on the database: they drain, or end at once with --hard."""
+    from .pool import stop_pool
+
+    with closing(open_store(settings)) as store:
+        views = views_of(store)
+        known = {row["pid"]: row for kind in ("supervisor", "coordinator") for row in views.processes(kind)}
+    pids = stop_pool(settings.database, hard=hard)
+    told = [
+        {
+            "pid": pid,
+            "processId": known[pid]["processId"] if pid in known else None,
+            "name": known[pid]["name"] if pid in known else None,
+        }
+        for pid in pids
+    ]
+    if not told:
+        warn(settings, "no pool is live on this database")
+
+    def human(out: Printer) -> None:
+        for process in told:
+            who = f"{clean(process['name'])} ({process['processId']}), " if process["name"] else ""
+            out.line(f"{'ended' if hard else 'asked to stop'}: {who}pid {process['pid']}")
+
+    Printer(settings).result("PoolStop", {"hard": hard, "signalled": told}, human)
+
+
+@click.group(cls=VerbGroup)
+def coordinator() -> None:
+    """Start a coordinator alone."""
+
+
+@coordinator.command("start")
+@pass_settings
+@click.pass_context
+def coordinator_start(context: click.Context, settings: Settings) -> None:
+    """Drive submitted runs here until SIGTERM or SIGINT; workers are started elsewhere."""
+    from .pool import start_coordinator
+
+    open_store(settings, create=True).close()
+    context.exit(start_coordinator(settings.database))
