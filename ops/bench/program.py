@@ -137,9 +137,12 @@ class Program:
         return (milliseconds(ended) - milliseconds(status["createdAt"])) / 1000
 
     def enqueued_milliseconds(self, inspection: Record) -> float:
-        """When the last attempt of the only task was enqueued."""
-        attempts = inspection.get("attempts") or inspection["tasks"][-1]["attempts"]
-        return milliseconds(attempts[-1]["enqueuedAt"])
+        """When the last attempt of the only task was enqueued: its row, else the event that made the task ready."""
+        attempts = inspection.get("attempts") or inspection["tasks"][-1].get("attempts")
+        if attempts:
+            return milliseconds(attempts[-1]["enqueuedAt"])
+        ready = [event for event in inspection["audit"] if event["payload"].get("to") == "ready"]
+        return milliseconds(ready[-1]["createdAt"])
 
     def stdout_of_only_task(self, inspection: Record) -> str:
         output = inspection["tasks"][-1]["output"]
