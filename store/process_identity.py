@@ -8,9 +8,6 @@ This module also finds and ends the processes of an effect by the marker `AGENTC
 environment: after a worker's death its supervisor, or whoever rescues its attempts, calls `kill_marked`.
 """
 
-# ruff: noqa: PTH116, PTH208
-# Functions of os work on descriptors and cost a fraction of pathlib's on this hot path.
-
 from __future__ import annotations
 
 import os
@@ -31,6 +28,9 @@ EFFECT_MARKER: Final = "AGENTCTL_EFFECT_ID"
 _MARKER_PREFIX: Final = EFFECT_MARKER.encode() + b"="
 _HAS_PROC: Final = os.access("/proc/self/stat", os.R_OK)
 _TEXT_SEPARATOR: Final = " "
+_PF_KTHREAD: Final = 0x00200000
+_EXEC_SECONDS: Final = 0.5
+_SETTLE_SECONDS: Final = 0.02
 
 
 class Liveness(StrEnum):
@@ -78,6 +78,8 @@ class ProcessStat:
     session: int
     threads: int
     start_ticks: int
+    in_exec: bool = False
+    """Its environment has not been set up yet: it is in the middle of an `exec`."""
 
     @property
     def dead(self) -> bool:
@@ -90,6 +92,7 @@ def parse_stat(text: str) -> ProcessStat:
     open_at = text.index("(")
     close_at = text.rindex(")")
     rest = text[close_at + 2 :].split()
+    kernel_thread = bool(int(rest[6]) & _PF_KTHREAD)
     return ProcessStat(
         pid=int(text[:open_at]),
         name=text[open_at + 1 : close_at],
@@ -99,6 +102,7 @@ def parse_stat(text: str) -> ProcessStat:
         session=int(rest[3]),
         threads=int(rest[17]),
         start_ticks=int(rest[19]),
+        in_exec=not kernel_thread and len(rest) > 48 and rest[48] == "0",  # end of the environment
     )
 
 
@@ -260,10 +264,15 @@ def marker_ids(environ: bytes) -> list[str]:
 
 def effect_ids_of(pid: int) -> list[str]:
     """The effect ids in the environment of a process; empty when it has none or may not be read."""
+    return _visible_ids(pid) or []
+
+
+def _visible_ids(pid: int) -> list[str] | None:
+    """The same, with None for an environment that this user may not read."""
     try:
         environ = _read_proc(f"/proc/{pid}/environ")
     except OSError:
-        return []
+        return None
     return marker_ids(environ) if environ and _MARKER_PREFIX in environ else []
 
 
@@ -295,10 +304,22 @@ def _find(wanted: frozenset[str]) -> dict[int, int]:
         if stat is None or stat.dead:
             continue
         stats[pid] = stat
-        if not wanted.isdisjoint(effect_ids_of(pid)):
+        if not wanted.isdisjoint(_settled_ids(pid, stat)):
             marked.add(pid)
     found = _with_relatives(stats, marked) if marked else marked
     return {pid: stats[pid].start_ticks for pid in found if pid != os.getpid()}
+
+
+def _settled_ids(pid: int, stat: ProcessStat) -> list[str]:
+    """The markers of a process; one that is just executing its program is given a moment to show them."""
+    deadline = time.monotonic() + _EXEC_SECONDS
+    while (found := _visible_ids(pid)) == [] and stat.in_exec and time.monotonic() < deadline:
+        time.sleep(0.001)
+        later = read_stat(pid)
+        if later is None or later.dead or later.start_ticks != stat.start_ticks:
+            return []
+        stat = later
+    return found or []
 
 
 def _with_relatives(stats: Mapping[int, ProcessStat], marked: set[int]) -> set[int]:
@@ -328,15 +349,18 @@ def kill_marked(effect_ids: Iterable[str], *, wait_seconds: float) -> list[int]:
     wanted = frozenset(effect_ids)
     deadline = time.monotonic() + wait_seconds
     killed: set[int] = set()
-    while found := _find(wanted):
+    empty_looks = 0
+    while wanted and empty_looks < 2:
+        found = _find(wanted)
         signalled = kill_all(found, deadline)
         killed.update(signalled)
         if time.monotonic() >= deadline:
             break
-        if not signalled:
-            # Nothing could be signalled (ending right now, or of another user): a short pause instead of a
-            # hot loop.
-            time.sleep(min(0.01, max(0.0, deadline - time.monotonic())))
+        # A process that its worker was starting at the moment of death shows no marker before its `exec`,
+        # so an empty look counts only when a second one, a moment later, is empty as well.
+        empty_looks = 0 if found else empty_looks + 1
+        if not signalled and empty_looks < 2:
+            time.sleep(_SETTLE_SECONDS)
     return sorted(killed)
 
 

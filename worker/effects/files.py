@@ -5,9 +5,6 @@ again then, on descriptors: a read verifies where its open file really is, a wri
 writable root without following any symbolic link.
 """
 
-# ruff: noqa: PTH103, PTH115, PTH116
-# Functions of os work on descriptors and cost a fraction of pathlib's on this hot path.
-
 from __future__ import annotations
 
 import errno
@@ -140,21 +137,17 @@ def prepare_write(work: Work) -> EffectPlan | Done:
     try:
         data = content.encode("utf-8")
     except UnicodeEncodeError as error:
-        raise TaskFault(
-            "invalid_input", "'content' contains a lone surrogate, which UTF-8 cannot carry"
-        ) from error
+        raise TaskFault("invalid_input", "'content' contains a lone surrogate, which UTF-8 cannot carry") from error
     if len(data) > MAX_TEXT_BYTES:
         raise TaskFault(
             "too_large",
             f"'content' has more than {MAX_TEXT_BYTES} bytes",
             details={"limitBytes": MAX_TEXT_BYTES},
         )
-    _, resolved = _resolve_writable(path, work)
-    expected = (
-        dict(work.recorded)
-        if work.recorded is not None
-        else _foresee(path, resolved, content, work.show_diff)
-    )
+    workspace = workspace_of(work)
+    roots = [os.path.realpath(os.path.join(workspace, root)) for root in work.policy.writable_roots]
+    _, resolved = _resolve_writable(path, workspace, roots)
+    expected = dict(work.recorded) if work.recorded is not None else _foresee(path, resolved, content, work.show_diff)
     output = _write_output(path, content, expected)
     if work.recorded is None and not output["changed"] and not work.force_effect:
         return Done(output)
@@ -167,23 +160,20 @@ def prepare_write(work: Work) -> EffectPlan | Done:
         input={"path": path, "contentDigest": sha256(data).hexdigest()},
         expected_effect=expected,
         estimate={},
-        execute=partial(_write, path, data, work, output),
+        # The roots as they are now: one that is swapped for a link later leads nowhere else.
+        execute=partial(_write, path, data, workspace, roots, output),
     )
 
 
-def _resolve_writable(path: str, work: Work) -> tuple[str, str]:
+def _resolve_writable(path: str, workspace: str, roots: list[str]) -> tuple[str, str]:
     """(writable root, target), both resolved: the root that the target is under. Raises `policy_denied`."""
     refuse_dotdot(path)
-    workspace = workspace_of(work)
-    roots = [os.path.realpath(os.path.join(workspace, root)) for root in work.policy.writable_roots]
     resolved = os.path.realpath(os.path.join(workspace, path))
     if not writable(resolved, roots):
         raise TaskFault("policy_denied", f"{path!r} is not under a writable root", details={"path": path})
     root = max((root for root in roots if is_inside(resolved, root)), key=len)
     if root == resolved:
-        raise TaskFault(
-            "invalid_input", f"{path!r} is a writable root, not a file in it", details={"path": path}
-        )
+        raise TaskFault("invalid_input", f"{path!r} is a writable root, not a file in it", details={"path": path})
     return root, resolved
 
 
@@ -211,12 +201,12 @@ def _write_output(path: str, content: str, expected: Mapping[str, Any]) -> dict[
 
 
 def _write(
-    path: str, data: bytes, work: Work, output: dict[str, Any], context: EffectContext
+    path: str, data: bytes, workspace: str, roots: list[str], output: dict[str, Any], context: EffectContext
 ) -> EffectOutcome:
     if (refused := refuse_cancelled(context)) is not None:
         return refused
     try:
-        root, resolved = _resolve_writable(path, work)
+        root, resolved = _resolve_writable(path, workspace, roots)
         _replace(path, root, resolved, data, f".agentctl-{context.effect_id}.tmp")
     except TaskFault as fault:
         return EffectOutcome.failed(fault)

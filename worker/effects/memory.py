@@ -26,7 +26,8 @@ def prepare_memory_write(work: Work) -> EffectPlan:
         raise TaskFault("invalid_input", "'key' must be a non-empty text")
     value = work.input.get("value")
     canonical(key)
-    changed = key not in work.memory or canonical(work.memory[key]) != canonical(value)
+    text = canonical(value)
+    changed = key not in work.memory or canonical(work.memory[key]) != text
     output: dict[str, Any] = {
         "status": "changed" if changed else "unchanged",
         "changed": changed,

@@ -35,9 +35,7 @@ def checked_text(value: str, name: str) -> str:
     try:
         value.encode("utf-8")
     except UnicodeEncodeError as error:
-        raise TaskFault(
-            "invalid_input", f"{name!r} contains a lone surrogate, which UTF-8 cannot carry"
-        ) from error
+        raise TaskFault("invalid_input", f"{name!r} contains a lone surrogate, which UTF-8 cannot carry") from error
     return value
 
 

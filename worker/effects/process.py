@@ -14,9 +14,6 @@ One run at a time per process: the working folder is set around the spawn, and w
 child of this process is taken to belong to it.
 """
 
-# ruff: noqa: PTH112, PTH113, PTH123, PTH208
-# Functions of os work on descriptors and cost a fraction of pathlib's on this hot path.
-
 from __future__ import annotations
 
 import errno
@@ -51,9 +48,7 @@ CHUNK: Final = 65536
 _PR_SET_CHILD_SUBREAPER: Final = 36
 _CLOSE_RANGE_CLOEXEC: Final = 4
 _LAST_DESCRIPTOR: Final = 0xFFFFFFFF
-_DEFAULTED_SIGNALS: Final = tuple(
-    s for s in signal.valid_signals() if s not in (signal.SIGKILL, signal.SIGSTOP)
-)
+_DEFAULTED_SIGNALS: Final = tuple(s for s in signal.valid_signals() if s not in (signal.SIGKILL, signal.SIGSTOP))
 _TRANSIENT: Final = frozenset({errno.EAGAIN, errno.ENOMEM, errno.EMFILE, errno.ENFILE, errno.ETXTBSY})
 _TICKS_PER_SECOND: Final = os.sysconf("SC_CLK_TCK")
 
@@ -230,6 +225,8 @@ class _Run:
     def go(self) -> ProcessResult:
         try:
             self._spawn()
+            if self._pidfd < 0:
+                return ProcessResult(Ending.EXITED)
             ending = self._pump()
             reason = None
             if ending is Ending.CANCELLED and self._token is not None:
@@ -261,16 +258,17 @@ class _Run:
                 actions.append((os.POSIX_SPAWN_DUP2, child_end, 0))
             else:
                 actions.append((os.POSIX_SPAWN_OPEN, 0, "/dev/null", os.O_RDONLY, 0))
-            self._pid = self._start(actions)
+            self._start(actions)
         except OSError as error:
             raise _spawn_fault(command, error) from error
         finally:
             for descriptor in theirs:
                 os.close(descriptor)
         # From here on the process runs, so every way out passes `_close`, which ends and reaps it.
-        self._pidfd = os.pidfd_open(self._pid)
+        with suppress(OSError):  # no descriptor left: it is ended at once, and how far it came is unknown
+            self._pidfd = os.pidfd_open(self._pid)
 
-    def _start(self, actions: list[Any]) -> int:
+    def _start(self, actions: list[Any]) -> None:
         command = self._command
         _seal_descriptors()
         here = os.open(".", os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
@@ -279,7 +277,7 @@ class _Run:
             try:
                 # Read before the start: nothing that belongs to this run can be older.
                 self._since_ticks = _now_ticks()
-                return os.posix_spawn(
+                self._pid = os.posix_spawn(
                     command.executable,
                     command.argv,
                     command.environment,
@@ -289,7 +287,9 @@ class _Run:
                     setsigdef=_DEFAULTED_SIGNALS,
                 )
             finally:
-                os.fchdir(here)
+                # A failure here must not look like a failed start; the next run sets its own folder anyway.
+                with suppress(OSError):
+                    os.fchdir(here)
         finally:
             os.close(here)
 
@@ -380,9 +380,7 @@ class _Run:
         """SIGTERM to the group, grace, SIGKILL, a bounded wait. Output goes on being read, else a handler
         could block."""
         if self._token_fd >= 0:
-            self._poller.unregister(
-                self._token_fd
-            )  # it stays readable and would turn the waits into hot loops
+            self._poller.unregister(self._token_fd)  # it stays readable and would turn the waits into hot loops
             self._token_fd = -1
         self._signal_group(signal.SIGTERM)
         self._signal_group(signal.SIGCONT)  # a stopped process would not see SIGTERM before it is continued
@@ -452,8 +450,7 @@ class _Run:
     def _sweep(self, session: int, result: ProcessResult) -> None:
         """Find and end what the direct child left behind."""
         if _subreaper_pid == os.getpid():
-            if _has_children():
-                _end_orphans(session, self._since_ticks, result)
+            _end_orphans(session, self._since_ticks, result)
             return
         marker = self._command.environment.get(EFFECT_MARKER.encode())
         if marker is not None:
@@ -461,14 +458,15 @@ class _Run:
 
     def _close(self) -> None:
         """Release everything; end the process first if an exception brought us here."""
-        if self._pid:
+        if pid := self._pid:
             self._signal_group(signal.SIGKILL)
             if self._pidfd < 0:
-                os.waitpid(self._pid, 0)
+                os.waitpid(pid, 0)
                 self._pid = 0
             else:
                 await_exit((self._pidfd,), time.monotonic() + KILL_WAIT_SECONDS)
                 self._reap(None)
+            self._sweep(pid, ProcessResult(Ending.CANCELLED))
         for descriptor in (*self._streams, self._stdin, self._pidfd):
             if descriptor >= 0:
                 os.close(descriptor)
@@ -524,11 +522,7 @@ def _spawn_fault(command: Command, error: OSError) -> TaskFault:
         return TaskFault("command_not_found", f"there is no program {name!r}", details=details)
     hint = ""
     if number == errno.ENOENT:
-        hint = (
-            " (its working folder is gone)"
-            if not os.path.isdir(command.cwd)
-            else " (its interpreter is missing)"
-        )
+        hint = " (its working folder is gone)" if not os.path.isdir(command.cwd) else " (its interpreter is missing)"
     return TaskFault(
         "spawn_failed",
         f"{name!r} could not be started: {os.strerror(number)}{hint}",
@@ -559,7 +553,7 @@ def _end_orphans(session: int, since_ticks: int, result: ProcessResult) -> None:
     """
     deadline = time.monotonic() + STRAY_WAIT_SECONDS
     reported: set[int] = set()
-    while True:
+    while _has_children():
         living: list[ProcessStat] = []
         reaped = False
         for stat in _children_since(since_ticks):

@@ -92,9 +92,7 @@ def _from_process(spec: Mapping[str, Any], policy: Policy, workspace: str) -> Se
     limit = int(spec.get("outputLimitBytes", 16384))
     # A helper that fetches a secret needs to know whose it is; it gets nothing else of this worker's
     # environment.
-    environment = {
-        name: value for name in (b"HOME", b"USER", b"PATH") if (value := os.environb.get(name)) is not None
-    }
+    environment = {name: value for name in (b"HOME", b"USER", b"PATH") if (value := os.environb.get(name)) is not None}
     result = process.run(
         process.Command(
             executable=executable,
@@ -126,9 +124,7 @@ def _checked(source: str, value: bytes) -> Secret:
 
 
 def _unavailable(source: str, why: str) -> TaskFault:
-    return TaskFault(
-        "secret_unavailable", f"the secret {source} cannot be read: {why}", details={"source": source}
-    )
+    return TaskFault("secret_unavailable", f"the secret {source} cannot be read: {why}", details={"source": source})
 
 
 def redact(data: bytes, secrets: list[bytes]) -> bytes:
