@@ -1,0 +1,27 @@
+"""How often and how long. Two numbers from the environment, read in one place.
+
+`AGENTCTL_TEST_SCALE` is a factor on the repeats of long tests: 1.0 is the full measure, by hand or at night. Without it
+a tenth of that runs, so that the whole suite stays quick. `AGENTCTL_TIME_FACTOR` stretches deadlines on slow machines.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+
+DEFAULT_SCALE = 0.1
+
+
+def scale() -> float:
+    """The factor on repeats."""
+    return float(os.environ.get("AGENTCTL_TEST_SCALE") or DEFAULT_SCALE)
+
+
+def repeats(full: int, at_least: int = 1) -> int:
+    """How often a test repeats what it does `full` times at full scale."""
+    return max(at_least, math.ceil(full * scale()))
+
+
+def time_factor() -> float:
+    """The factor on every bound of time that a test checks."""
+    return max(1.0, float(os.environ.get("AGENTCTL_TIME_FACTOR") or 1))
