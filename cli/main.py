@@ -217,7 +217,8 @@ def run(arguments: Sequence[str] | None = None) -> None:
 
 
 def _execute(given: list[str]) -> int:
-    settings = Settings(Path(), *_early(given))
+    # What the line says of the output is asked for before it is understood: an error may be in any part of it.
+    settings = early = Settings(Path(), *_early(given))
     try:
         instruction = os.environ.get(COMPLETE_VARIABLE)
         if instruction:
@@ -238,7 +239,7 @@ def _execute(given: list[str]) -> int:
     except BrokenPipeError:
         return EXIT_PIPE
     except click.ClickException as error:
-        return _click_error(settings, error)
+        return _click_error(early, error)
     except Exception as error:
         return _failure(settings, error)
 

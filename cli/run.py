@@ -54,7 +54,7 @@ SHOWN_FAILURES = 10
 SHOWN_OUTPUT = 4000
 
 
-_Prepared: TypeAlias = "tuple[LoadedDocument, Plan, Path]"
+_Prepared: TypeAlias = "tuple[LoadedDocument, Plan, dict[str, Any], Path]"
 
 
 class AlreadyTerminal(AgentctlError):
@@ -110,14 +110,17 @@ def _prepare(
     """Everything of a submission that needs no database. Raises `UsageError` (and `DocumentError`)."""
     if key is not None and not (1 <= len(key) <= MAX_KEY and key.isprintable()):
         raise UsageError(f"--idempotency-key must be 1 to {MAX_KEY} printable characters")
-    document, plan = compile_file(file, read_inputs(pairs, inputs_text, inputs_file))
+    from agentctl.coordinator.compiler import merge_inputs
+
+    given = read_inputs(pairs, inputs_text, inputs_file)
+    document, plan = compile_file(file, given)
     base = document.base_dir
     if workspace is not None:
         base = Path(workspace).absolute()
         if not base.is_dir():
             raise UsageError(f"--workspace {workspace}: no such folder", remedy="give a folder that exists")
     warn_findings(settings, document.warnings)
-    return document, plan, base
+    return document, plan, merge_inputs(document.model.spec.inputs, given), base
 
 
 def _submit(
@@ -130,14 +133,14 @@ def _submit(
     from agentctl.coordinator.submission import submit as submit_run
     from agentctl.store.clock import SystemIds
 
-    document, plan, base = prepared
+    document, plan, inputs, base = prepared
     store = open_store(settings, create=True)
     try:
         submission = submit_run(
             store,
             document,
             plan,
-            plan.inputs,
+            inputs,
             ids=SystemIds(store.clock),
             priority=priority,
             idempotency_key=key,
