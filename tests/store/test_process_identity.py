@@ -138,6 +138,18 @@ def test_names_do_not_confuse_the_parser(name: str) -> None:
     assert (stat.threads, stat.start_ticks) == (3, 123456)
 
 
+def test_a_process_in_the_middle_of_an_exec_is_seen_as_such() -> None:
+    def stat(flags: str, end_of_environment: str) -> identities.ProcessStat:
+        fields = ["R", "1", "1", "1", "0", "0", flags, *(["0"] * 12), "5", *(["0"] * 28), end_of_environment, "0"]
+        return parse_stat(f"42 (x) {' '.join(fields)}")
+
+    assert stat("4194304", "0").in_exec
+    assert not stat("4194304", "140737").in_exec
+    assert not stat(str(0x00200000), "0").in_exec, "a kernel thread has no environment at all"
+    me = identities.read_stat(os.getpid())
+    assert me is not None and not me.in_exec
+
+
 def test_a_real_process_with_a_strange_name() -> None:
     script = "open('/proc/self/comm','w').write('x) Z 1 (');print(flush=True);import time;time.sleep(300)"
     process = subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE)

@@ -611,14 +611,16 @@ def _listed_children() -> list[int]:
 
 
 def _select(pids: Sequence[int], since_ticks: int) -> list[ProcessStat]:
-    me = os.getpid()
+    me, own_session = os.getpid(), os.getsid(0)
     found = []
     for pid in pids:
         try:
             stat = read_stat(pid)
         except PermissionError:
             continue
-        if stat is None or stat.parent != me:
+        # What a run starts lives in sessions of its own, so our own children are known even within one
+        # clock tick.
+        if stat is None or stat.parent != me or stat.session == own_session:
             continue
         if stat.start_ticks >= since_ticks or (pid in _abandoned and stat.dead):
             found.append(stat)
