@@ -448,6 +448,17 @@ def test_the_timeout_is_measured_by_the_given_clock(effect: str) -> None:
     assert result.ending is Ending.TIMED_OUT
 
 
+def test_a_process_that_ended_while_the_worker_was_held_up_did_end(effect: str) -> None:
+    def held_up() -> float:
+        until(process._has_children)
+        os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOWAIT)
+        return next(readings)
+
+    readings = iter([0.0, 100.0])
+    result = process.run(sh(effect, "echo a; exit 4", timeout_seconds=50), monotonic=held_up)
+    assert (result.ending, result.exit_code, result.stdout) == (Ending.EXITED, 4, b"a\n")
+
+
 def test_an_interrupted_worker_leaves_nothing_behind(effect: str) -> None:
     class Stop(BaseException):
         pass
@@ -631,7 +642,7 @@ process.run(last)
         worker = subprocess.Popen(argv, stdout=subprocess.PIPE)
         assert worker.stdout is not None
         worker.stdout.readline()
-        until(lambda pid=worker.pid: bool(find_marked([effect])) or gone(pid))
+        until(lambda: bool(find_marked([effect])))
         worker.kill()
         worker.wait()
         worker.stdout.close()

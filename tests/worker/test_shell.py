@@ -457,12 +457,12 @@ def test_secrets_reach_the_process_and_nothing_else(
     monkeypatch.setenv("SOURCE", "s3cret")
     (base / "w" / "keys").mkdir()
     (base / "w" / "keys" / "k").write_text("s3cret\n")
-    reference: dict[str, Any] = {
+    references: dict[str, dict[str, Any]] = {
         "env": {"env": "SOURCE"},
         "file": {"file": "keys/k"},
         "process": {"process": {"command": "sh", "args": ["-c", "echo s3cret"]}},
-    }[kind]
-    plan = planned(secret_work(base, reference, script='echo "<$A>"; echo "$A" >&2; printf %s "$A" | wc -c'))
+    }
+    plan = planned(secret_work(base, references[kind], script='echo "<$A>"; echo "$A" >&2; printf %s "$A" | wc -c'))
     recorded = plan.input["environment"]["A"]
     assert recorded["source"].startswith(f"{kind}:")
     assert recorded["valueDigest"] == sha256(b"s3cret").hexdigest()

@@ -308,9 +308,9 @@ class _Run:
         deadline = self._monotonic() + self._command.timeout_seconds
         while True:
             remaining = deadline - self._monotonic()
-            if remaining <= 0:
-                return Ending.TIMED_OUT
-            exited, cancelled = self._turn(remaining)
+            # Past the deadline, too, one look: if the worker itself was held up, the process may have ended
+            # in time.
+            exited, cancelled = self._turn(max(0.0, remaining))
             # Output beyond a limit fails the effect whether or not the exit was seen in the same turn.
             if self.overflow is not None:
                 return Ending.OVERFLOW
@@ -318,6 +318,8 @@ class _Run:
                 return Ending.EXITED
             if cancelled:
                 return Ending.CANCELLED
+            if remaining <= 0:
+                return Ending.TIMED_OUT
 
     def _turn(self, seconds: float) -> tuple[bool, bool]:
         """Wait for something and handle it. Returns (direct child has exited, token was cancelled)."""
