@@ -156,7 +156,16 @@ def test_inputs_come_from_the_document_then_from_the_object_then_from_pairs(cli:
 
 @pytest.mark.parametrize(
     ("text", "value"),
-    [("12", 12), ("1.0", 1.0), ("true", True), ("null", None), ('"12"', "12"), ("NaN", "NaN"), ("a=b", "a=b"), ("", "")],
+    [
+        ("12", 12),
+        ("1.0", 1.0),
+        ("true", True),
+        ("null", None),
+        ('"12"', "12"),
+        ("NaN", "NaN"),
+        ("a=b", "a=b"),
+        ("", ""),
+    ],
 )
 def test_a_pair_is_json_or_else_text(cli: Any, text: str, value: object) -> None:
     run_id = cli.json("submit", "hello.yaml", "--input", f"x={text}").data["runId"]

@@ -275,7 +275,13 @@ def test_lists_are_quick_with_thousands_of_runs_and_can_be_read_page_by_page(man
 
 # -- databases that cannot be used -------------------------------------------------------------------------------
 
-DATABASE_VERBS = (["runs", "list"], ["status", "x"], ["submit", "hello.yaml"], ["run", "hello.yaml"], ["workers", "list"])
+DATABASE_VERBS = (
+    ["runs", "list"],
+    ["status", "x"],
+    ["submit", "hello.yaml"],
+    ["run", "hello.yaml"],
+    ["workers", "list"],
+)
 
 
 def _bytes(folder: Path) -> dict[str, bytes]:
@@ -361,7 +367,15 @@ def test_an_unwritable_folder(cli: Any, unprivileged: Callable[[Path], list[str]
 
 def test_the_envelope_of_an_error_is_json_whatever_the_text(cli: Any) -> None:
     result = subprocess.run(
-        [sys.executable, "-c", "from agentctl.cli import main; main()", b"check", b"bad\xff.yaml", b"--output", b"json"],
+        [
+            sys.executable,
+            "-c",
+            "from agentctl.cli import main; main()",
+            b"check",
+            b"bad\xff.yaml",
+            b"--output",
+            b"json",
+        ],
         cwd=cli.folder,
         capture_output=True,
         check=False,
