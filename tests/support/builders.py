@@ -86,7 +86,9 @@ def effect_request(
     )
 
 
-def process_row(process_id: str, *, kind: str = "worker", state: str = "idle", now: int = 0, **changes: Any) -> ProcessRow:
+def process_row(
+    process_id: str, *, kind: str = "worker", state: str = "idle", now: int = 0, **changes: Any
+) -> ProcessRow:
     """The row of this very process under a name of the test's choice."""
     identity_text = current().as_text()
     fields: dict[str, Any] = {

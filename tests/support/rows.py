@@ -132,8 +132,7 @@ def assert_chain_equals_tables(tx: Connection, run_id: str) -> None:
     ]
     assert memory == told["memory"]
     events = [
-        row[0]
-        for row in tx.execute("SELECT sequence FROM audit_events WHERE run_id = ? ORDER BY sequence", (run_id,))
+        row[0] for row in tx.execute("SELECT sequence FROM audit_events WHERE run_id = ? ORDER BY sequence", (run_id,))
     ]
     assert events == list(range(1, head[5] + 1)), "the audit trail has a gap"
 
