@@ -44,11 +44,18 @@ _open_here: dict[str, int] = {}
 
 
 class SyncFailed(EnvironmentFault):
-    """The disk refused to make a commit durable. What was promised cannot be kept: the process has to end."""
+    """The disk refused to make a commit durable. What was promised cannot be kept: the process has to end.
+
+    The kernel tells of a lost write once, so a later sync that succeeds means nothing: after this error the same
+    connection promises nothing any more.
+    """
 
 
 class Database:
     """A connection and its gate. One thread uses it; other threads and processes open their own."""
+
+    checkpoint_pages = 2000
+    """A commit that leaves more pages in the WAL writes them back, inside the gate."""
 
     def __init__(
         self,
@@ -71,6 +78,7 @@ class Database:
         self.clock = clock
         self._sync_by_test = sync
         self._wal_fd: int | None = None  # until it is found, commits are synchronous
+        self._failed_sync: SyncFailed | None = None
         filesystem.require_local(self.path)
         if not self.path.exists():
             if not create:
@@ -119,7 +127,7 @@ class Database:
             self.connection.execute(f"PRAGMA cache_size = -{int(cache_kib)}")
             self.connection.execute("PRAGMA foreign_keys = ON")
             self._prepare_schema()
-            self.connection.execute("PRAGMA wal_autocheckpoint = 2000")
+            self.connection.set_wal_hook(self._checkpoint)
             self.connection.execute("PRAGMA journal_size_limit = 16777216")
             self._user_version()
             self._wal_fd = self._find_wal(fds_before)
@@ -220,17 +228,32 @@ class Database:
         return _pragma(self.connection, "data_version")
 
     def sync(self) -> None:
-        """Make every commit of this connection durable. Raises `SyncFailed`."""
-        if self._sync_by_test is not None:
-            self._sync_by_test()
-        elif self._wal_fd is not None:
+        """Make every commit of this connection durable. Raises `SyncFailed`, and then for ever."""
+        if self._failed_sync is None:
             try:
-                os.fdatasync(self._wal_fd)
+                if self._sync_by_test is not None:
+                    self._sync_by_test()
+                elif self._wal_fd is not None:
+                    os.fdatasync(self._wal_fd)
             except OSError as error:
-                raise SyncFailed(
-                    f"the disk under {self.path} failed to sync: {error.strerror}",
-                    remedy="check the disk; nothing that was not yet promised has been started",
-                ) from error
+                self._failed_sync = _sync_failed(self.path, error.strerror)
+        if self._failed_sync is not None:
+            raise self._failed_sync
+
+    def _checkpoint(self, connection: Connection, name: str, pages: int) -> int:
+        """Called by SQLite after each commit, as its automatic checkpoint is, which would hide a failed sync.
+
+        Every other error leaves the pages in the WAL, and the next commit tries again.
+        """
+        if pages >= self.checkpoint_pages:
+            try:
+                connection.wal_checkpoint(name, apsw.SQLITE_CHECKPOINT_PASSIVE)
+            except apsw.IOError as error:
+                if _is_failed_sync(error):
+                    self._failed_sync = _sync_failed(self.path, str(error))
+            except apsw.Error:
+                pass
+        return apsw.SQLITE_OK
 
     def begin(self) -> None:
         """Take the gate and the write lock."""
@@ -265,7 +288,10 @@ class Database:
                 self.connection.execute("BEGIN IMMEDIATE")
 
     def _translate(self, error: apsw.Error) -> AgentctlError:
-        return translate(error, self.path)
+        translated = translate(error, self.path)
+        if isinstance(translated, SyncFailed):
+            self._failed_sync = translated
+        return translated
 
 
 def translate(error: apsw.Error, path: Path) -> AgentctlError:
@@ -282,12 +308,25 @@ def translate(error: apsw.Error, path: Path) -> AgentctlError:
             f"{path} cannot be opened for writing: {error}", remedy="check permissions of the file and its folder"
         )
     if isinstance(error, apsw.IOError):
+        if _is_failed_sync(error):
+            return _sync_failed(path, str(error))
         return EnvironmentFault(f"the disk under {path} failed: {error}", remedy="check the disk, then run again")
     if isinstance(error, apsw.ConstraintError):
         return ConflictError(f"the database refused an inconsistent change: {error}")
     if isinstance(error, apsw.BusyError):
         return EnvironmentFault(f"{path} stayed locked by another program", remedy="end that program")
     return CorruptStore(f"SQLite reports: {error}")
+
+
+def _is_failed_sync(error: apsw.IOError) -> bool:
+    return error.extendedresult in (apsw.SQLITE_IOERR_FSYNC, apsw.SQLITE_IOERR_DIR_FSYNC)
+
+
+def _sync_failed(path: Path, reason: str | None) -> SyncFailed:
+    return SyncFailed(
+        f"the disk under {path} failed to sync: {reason}",
+        remedy="check the disk; nothing that was not yet promised has been started",
+    )
 
 
 class _Write:

@@ -189,7 +189,7 @@ def tell(disk: Disk, seed: int, sync: Callable[[], None], *, actions: int = 150)
     store = Store(disk.path, clock, create=True, vfs="recorded", sync=sync, cache_kib=48)
     story = Story(store, disk, random.Random(seed), clock)
     try:
-        store.database.connection.execute("PRAGMA wal_autocheckpoint = 40")
+        store.database.checkpoint_pages = 40
         story.note("open", promised=False)
         for name in ("w1", "w2", "w3"):
             store.register(process_row(name, state="busy"))
@@ -268,3 +268,122 @@ def test_the_same_cuts_without_the_sync_do_lose_promises(tmp_path: Path) -> None
     problems = [find_after_cut(story, cut, tmp_path / f"cut-{cut}") for cut in range(40)]
     assert [problem for problem in problems if problem], "the simulated disk loses nothing"
     assert not [p for p in problems if p and ("damaged" in p or "never was" in p)], "it may lose, but never damage"
+
+
+# -- disks that refuse -------------------------------------------------------------------------------------------------
+
+
+def test_a_failed_sync_is_no_promise_and_neither_is_the_next_one(tmp_path: Path) -> None:
+    """The kernel reports a lost write once. A second sync that succeeds says nothing about the first."""
+    broken: list[bool] = []
+
+    def sync() -> None:
+        if broken and broken.pop():
+            raise OSError(errno.EIO, "Input/output error")
+
+    store = Store(tmp_path / "agentctl.db", ManualClock(), create=True, sync=sync)
+    store.create_run(new_run())
+    driver = Driver(store, "run-1")
+    driver.enqueue([0, 1])
+    hand = Hand(store)
+    claim = hand.take()
+    broken.append(True)
+    with pytest.raises(SyncFailed):
+        hand.start(claim, effect_request(claim))
+    with pytest.raises(SyncFailed):
+        hand.finish(claim)
+    with pytest.raises(SyncFailed):
+        store.create_run(new_run("run-2"))
+    store.close()
+
+
+def test_a_sync_that_fails_inside_a_checkpoint_is_not_swallowed(tmp_path: Path) -> None:
+    """SQLite ignores errors of its automatic checkpoint; the kernel reports them to nobody a second time."""
+    with recorded(tmp_path / "live") as disk:
+        store = Store(disk.path, ManualClock(), create=True, vfs="recorded", sync=disk.fdatasync_of_wal)
+        store.create_run(new_run())
+        store.database.checkpoint_pages = 1
+
+        def fail_once(name: str) -> None:
+            if name.endswith("-wal"):
+                disk.on_sync = None
+                error = apsw.IOError("the disk lost a write")
+                error.extendedresult = apsw.SQLITE_IOERR_FSYNC
+                raise error
+
+        disk.on_sync = fail_once
+        with pytest.raises(SyncFailed):
+            store.create_run(new_run("run-2"))
+        assert disk.on_sync is None, "no checkpoint was made"
+        with pytest.raises(SyncFailed):
+            store.request_cancel("run-1", reason="late", actor="cli-user")
+        store.close()
+
+
+def test_a_commit_that_syncs_itself_and_fails_is_a_failed_sync(tmp_path: Path) -> None:
+    """Where the WAL's descriptor cannot be found commits are synchronous, and their failure is the same failure."""
+    with recorded(tmp_path / "live") as disk:
+        store = Store(disk.path, ManualClock(), create=True, vfs="recorded", sync=disk.fdatasync_of_wal)
+        store.create_run(new_run())
+        store.database.connection.execute("PRAGMA synchronous = FULL")
+
+        def fail(name: str) -> None:
+            error = apsw.IOError("the disk lost a write")
+            error.extendedresult = apsw.SQLITE_IOERR_FSYNC
+            raise error
+
+        disk.on_sync = fail
+        with pytest.raises(SyncFailed):
+            store.create_run(new_run("run-2"))
+        disk.on_sync = None
+        assert rows(store, "SELECT run_id FROM runs") == [("run-1",)]
+        store.close()
+
+
+@pytest.mark.parametrize("fits", [0, 1, 512, 700, 4000])
+def test_a_full_disk_is_told_changes_nothing_and_passes(tmp_path: Path, fits: int) -> None:
+    with recorded(tmp_path / "live") as disk:
+        store = Store(disk.path, ManualClock(), create=True, vfs="recorded", sync=disk.fdatasync_of_wal)
+        store.create_run(new_run())
+        driver = Driver(store, "run-1")
+        driver.enqueue([0, 1, 2])
+        hand = Hand(store)
+        claim = hand.take()
+        with store.database.read() as tx:
+            before = dump(tx)
+        disk.on_write = lambda name, data: min(fits, len(data) - 1) if name.endswith("-wal") else None
+        with pytest.raises(EnvironmentFault, match="full"):
+            hand.start(claim, effect_request(claim))
+        with pytest.raises(EnvironmentFault, match="full"):
+            store.create_run(new_run("run-2"))
+        disk.on_write = None
+        with store.database.read() as tx:
+            assert dump(tx) == before
+        hand.start(claim, effect_request(claim))
+        assert effect(store, effect_request(claim).effect_id)["status"] == "started"
+        assert one(store, "PRAGMA integrity_check") == ("ok",)
+        check_chains(store)
+        store.close()
+
+
+def test_a_disk_that_is_full_at_a_checkpoint_delays_the_checkpoint_only(tmp_path: Path) -> None:
+    with recorded(tmp_path / "live") as disk:
+        store = Store(disk.path, ManualClock(), create=True, vfs="recorded", sync=disk.fdatasync_of_wal)
+        store.database.checkpoint_pages = 1
+        refused: list[str] = []
+
+        def full(name: str, data: bytes) -> int | None:
+            if name.endswith("-wal"):
+                return None
+            refused.append(name)
+            return 0
+
+        disk.on_write = full
+        for number in range(5):
+            store.create_run(new_run(f"run-{number}"))
+        assert refused, "no checkpoint was tried"
+        disk.on_write = None
+        store.create_run(new_run("run-last"))
+        assert scalar(store, "SELECT COUNT(*) FROM runs") == 6
+        assert one(store, "PRAGMA integrity_check") == ("ok",)
+        store.close()
