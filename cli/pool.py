@@ -434,5 +434,3 @@ def drain_worker(path: Path, name: str) -> ProcessRow:
         return row
     finally:
         store.close()
-
-

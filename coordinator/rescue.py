@@ -2,8 +2,8 @@
 
 Provably dead: rescued at once. Alive but silent: only after this process itself, awake and able to write all the while,
 has seen the lease stale for a full grace period; then the holder is killed first. A fence guards rows, not the world:
-before an effect may be delivered again or called uncertain, its holder and every process that carries the effect's
-marker must be gone.
+before an effect may be delivered again or called uncertain, its holder and every process that this holder has started
+(they carry its marker) must be gone.
 """
 
 from __future__ import annotations
@@ -68,9 +68,10 @@ class Rescuer:
         settled = 0
         for row in rows:
             claims = self._store.claims([row.process_id])
-            marked = self._store.effects_in_flight(claim[0] for claim in claims)
-            if marked:
-                process_identity.kill_marked(marked, wait_seconds=END_WAIT_SECONDS)
+            if self._store.effects_in_flight(claim[0] for claim in claims):
+                process_identity.kill_marked(
+                    [row.process_id], wait_seconds=END_WAIT_SECONDS, marker=process_identity.HOLDER_MARKER
+                )
             self._faults.reach("before_rescue")
             outcomes = self._store.rescue(
                 [(claim[0], claim[1]) for claim in claims],
@@ -87,9 +88,7 @@ class Rescuer:
     def _liveness(self, row: ProcessRow) -> Liveness:
         return process_identity.liveness(ProcessIdentity.from_text(row.identity))
 
-    def _silent_holders(
-        self, known: dict[str, ProcessRow], dead: set[str], counted: float
-    ) -> list[ProcessRow]:
+    def _silent_holders(self, known: dict[str, ProcessRow], dead: set[str], counted: float) -> list[ProcessRow]:
         now_ms = self._clock.now()
         seen: dict[tuple[int, int], _Silence] = {}
         silent: dict[str, ProcessRow] = {}
@@ -136,7 +135,4 @@ class Rescuer:
 
 def _ghost(process_id: str) -> ProcessRow:
     """A holder whose row somebody has deleted by hand."""
-    return ProcessRow(
-        process_id, "worker", process_id, "", 0, None, None, None, "idle", "", 0, 0, None, None, 0, 0, 0
-    )
-
+    return ProcessRow(process_id, "worker", process_id, "", 0, None, None, None, "idle", "", 0, 0, None, None, 0, 0, 0)

@@ -161,9 +161,7 @@ class Scheduler:
     def stopped(self, ended: list[tuple[int, str, str]]) -> None:
         """Tell which tasks the commit of a stop has ended."""
         for position, state, code in ended:
-            self._error[position] = canonical(
-                {"code": code, "message": f"not executed: {code}", "retryable": False}
-            )
+            self._error[position] = canonical({"code": code, "message": f"not executed: {code}", "retryable": False})
             self._in_flight.discard(position)
             self.state[position] = state
             self._open -= 1
@@ -290,7 +288,14 @@ class Scheduler:
                 heapq.heappush(self._candidates, dependent)
 
     def _move(
-        self, position: int, state: str, origin: str, batch: Batch, *, digest: str | None = None, code: str | None = None
+        self,
+        position: int,
+        state: str,
+        origin: str,
+        batch: Batch,
+        *,
+        digest: str | None = None,
+        code: str | None = None,
     ) -> None:
         self.state[position] = state
         attempt = self.attempt[position]
@@ -380,9 +385,7 @@ class Scheduler:
                 problem = check(loads(text))
                 if problem is not None:
                     raise TaskFault("output_contract", f"the output does not fit outputSchema: {problem}")
-            self._final(
-                position, "succeeded", text, None, batch, origin, input_digest=digest, decision=decision
-            )
+            self._final(position, "succeeded", text, None, batch, origin, input_digest=digest, decision=decision)
         except TaskFault as fault:
             self._final(position, "failed", None, fault.as_json(), batch, origin, decision=decision)
             if task.failure == "stop" and self.stopping is None:
@@ -502,9 +505,7 @@ class Scheduler:
             if not waiting or self._work:
                 return
             batch.run_state = "paused"
-            batch.run_reason = (
-                "approval_required" if "waiting_for_approval" in waiting else "uncertain_effect"
-            )
+            batch.run_reason = "approval_required" if "waiting_for_approval" in waiting else "uncertain_effect"
             return
         failed = [p for p, state in enumerate(self.state) if state == "failed"]
         if self.stopping == "cancel_requested":

@@ -6,18 +6,20 @@ A supervisor decides nothing about runs. The entry of a worker is handed in, sin
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import multiprocessing
 import os
 import signal
-from collections.abc import Callable, Iterable
+import sys
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from multiprocessing.process import BaseProcess
 
 from agentctl.store.clock import Clock, IdSource
 from agentctl.store.engine import Store
 from agentctl.store.errors import EnvironmentFault
-from agentctl.store.process_identity import EFFECT_MARKER
+from agentctl.store.process_identity import EFFECT_MARKER, HOLDER_MARKER
 
 from .rescue import Rescuer
 
@@ -160,7 +162,8 @@ class Supervisor:
         target, arguments = slot.entry(process_id, slot.name)
         process = self._context.Process(target=target, args=arguments, name=slot.name, daemon=False)
         try:
-            process.start()
+            with _without_main_module():
+                process.start()
         except OSError as error:
             self._start_failed(slot, f"cannot start a process: {error.strerror}")
             return
@@ -225,6 +228,19 @@ class Supervisor:
         return bool(self._slots) and all(slot.retired for slot in self._slots)
 
 
+@contextlib.contextmanager
+def _without_main_module() -> Iterator[None]:
+    """Let a spawned child not import the script that started us: a worker needs its entry and nothing else."""
+    main = sys.modules["__main__"]
+    hidden = {name: main.__dict__.pop(name) for name in ("__file__", "__spec__") if name in main.__dict__}
+    main.__dict__["__spec__"] = None
+    try:
+        yield
+    finally:
+        del main.__dict__["__spec__"]
+        main.__dict__.update(hidden)
+
+
 def _how(code: int | None) -> str:
     if code is not None and code < 0:
         try:
@@ -235,8 +251,9 @@ def _how(code: int | None) -> str:
 
 
 def clean_environment() -> None:
-    """A supervisor that was itself started by an effect must not hand that effect's marker to its workers."""
+    """A supervisor that was itself started by an effect must not hand that effect's markers to its workers."""
     os.environ.pop(EFFECT_MARKER, None)
+    os.environ.pop(HOLDER_MARKER, None)
 
 
 def names(count: int, base: str | None) -> Iterable[str]:

@@ -39,9 +39,7 @@ def checksum(previous: str, state_json: str) -> str:
 
 def append_checkpoint(tx: Connection, run_id: str, state_json: str, *, now: int) -> None:
     """Append what changed to the run's chain. Head sequence and checksum live in the run's row and move with it."""
-    row = tx.execute(
-        "SELECT checkpoint_sequence, checkpoint_checksum FROM runs WHERE run_id = ?", (run_id,)
-    ).fetchone()
+    row = tx.execute("SELECT checkpoint_sequence, checkpoint_checksum FROM runs WHERE run_id = ?", (run_id,)).fetchone()
     if row is None:
         raise NotFoundError(f"there is no run {run_id}")
     sequence, previous = row[0] + 1, row[1]

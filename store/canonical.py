@@ -11,7 +11,7 @@ plan), `sha256:v1:` + hex (fingerprints, inputs, outputs, deltas, contexts) and 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from hashlib import sha256
 from typing import Any, TypeAlias
 
@@ -22,9 +22,30 @@ Json: TypeAlias = "None | bool | int | float | str | list[Any] | dict[str, Any]"
 MAX_DEPTH = 64
 """Deepest nesting of JSON that comes from outside (process output, inputs)."""
 
-_encode = json.JSONEncoder(
+_encoder = json.JSONEncoder(
     ensure_ascii=False, allow_nan=False, sort_keys=True, separators=(",", ":"), check_circular=False
-).encode
+)
+
+
+def _encode_with_standard_library() -> Callable[[Any], str]:
+    """`_encoder.encode`, without building the C encoder anew at every call (it is on every hot path)."""
+    make = getattr(json.encoder, "c_make_encoder", None)
+    if make is None:
+        return _encoder.encode
+    encode = make(None, _encoder.default, json.encoder.encode_basestring, None, ":", ",", True, False, False)
+
+    def text(value: Any) -> str:
+        return "".join(encode(value, 0))
+
+    try:
+        if text({"b": [1, 1.5, "é"], "a": None}) == '{"a":null,"b":[1,1.5,"é"]}':
+            return text
+    except TypeError:
+        pass
+    return _encoder.encode
+
+
+_encode = _encode_with_standard_library()
 
 
 class JsonError(TaskFault):

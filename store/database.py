@@ -141,20 +141,32 @@ class Database:
             raise
 
     def _look_before_touching(self) -> None:
-        """Refuse the file of another program, or of a newer version, before anything of it could change."""
+        """Refuse the file of another program, or of a newer version, before anything of it could change.
+
+        Only the header is read, without any lock: others may be writing. What cannot be read this way is left to the
+        real opening.
+        """
         if not self.path.exists() or self.path.stat().st_size == 0:
             return
         from urllib.parse import quote
 
-        connection = apsw.Connection(
-            f"file:{quote(str(self.path))}?immutable=1", flags=apsw.SQLITE_OPEN_READONLY | apsw.SQLITE_OPEN_URI
-        )
         try:
-            application = _pragma(connection, "application_id")
-            version = _pragma(connection, "user_version")
-            tables = _scalar(connection, "SELECT COUNT(*) FROM sqlite_master")
-        finally:
-            connection.close()
+            connection = apsw.Connection(
+                f"file:{quote(str(self.path))}?immutable=1", flags=apsw.SQLITE_OPEN_READONLY | apsw.SQLITE_OPEN_URI
+            )
+            try:
+                application = _pragma(connection, "application_id")
+                version = _pragma(connection, "user_version")
+                tables = 0 if application else _scalar(connection, "SELECT COUNT(*) FROM sqlite_master")
+            finally:
+                connection.close()
+        except apsw.NotADBError:
+            raise
+        except apsw.Error:
+            return
+        self._refuse_foreign(application, version, bool(tables))
+
+    def _refuse_foreign(self, application: int, version: int, tables: bool) -> None:
         if application != migrate.APPLICATION_ID and (application or version or tables):
             raise IncompatibleVersion(
                 f"{self.path} is the database of another program; it was left untouched",
@@ -164,7 +176,8 @@ class Database:
 
     def _prepare_schema(self) -> None:
         version = self._user_version()
-        migrate.refuse_newer(version, self.path)
+        application = _pragma(self.connection, "application_id")
+        self._refuse_foreign(application, version, False)
         if version < migrate.LATEST:
             migrate.migrate(self)
         mode = str(_scalar(self.connection, "PRAGMA journal_mode"))

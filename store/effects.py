@@ -111,9 +111,7 @@ def start(
             "UPDATE effects SET status = 'started', dispatches = ?, started_at = ? WHERE effect_id = ?",
             (dispatch, now, request.effect_id),
         )
-    events.append(
-        Event("effect.started", task_id, f'{{"dispatch":{dispatch},"effectId":"{request.effect_id}"}}')
-    )
+    events.append(Event("effect.started", task_id, f'{{"dispatch":{dispatch},"effectId":"{request.effect_id}"}}'))
     return StartedEffect(dispatch), run_id, events
 
 

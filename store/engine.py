@@ -184,9 +184,7 @@ class Store:
     def finished_attempts(self, run: Run) -> tuple[list[FinishedAttempt], bool]:
         """Results that wait for their commit, one batch of them, and whether more are there."""
         with self.database.read() as tx:
-            return task_queue.finished(
-                tx, run.run_id, run.first_task, limit=BATCH_RESULTS, max_bytes=BATCH_BYTES
-            )
+            return task_queue.finished(tx, run.run_id, run.first_task, limit=BATCH_RESULTS, max_bytes=BATCH_BYTES)
 
     def runs_with_finished(self) -> list[str]:
         """Runs that have results to commit."""
@@ -334,7 +332,9 @@ class Store:
         with self.database.read() as tx:
             return effects.expected_of(tx, attempt_id, ordinal)
 
-    def renew(self, process_id: str, fence: Fence | None, *, lease_ms: int, rss: int, done: int, failed: int) -> tuple[bool, bool]:
+    def renew(
+        self, process_id: str, fence: Fence | None, *, lease_ms: int, rss: int, done: int, failed: int
+    ) -> tuple[bool, bool]:
         """Heartbeat of a process and, with a fence, renewal of its lease: (lease still held, asked to drain)."""
         now = self.clock.now()
         with self.database.write() as tx:

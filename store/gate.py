@@ -9,6 +9,7 @@ kills it; SQLite then rolls its transaction back.
 
 from __future__ import annotations
 
+import _signal
 import fcntl
 import logging
 import os
@@ -36,6 +37,8 @@ MASKED = frozenset(
         signal.SIGALRM,
     }
 )
+
+_MASKED_NUMBERS = frozenset(int(number) for number in MASKED)
 
 
 def start_quiet_thread(target: Callable[[], None], name: str) -> threading.Thread:
@@ -104,11 +107,12 @@ class Gate:
             raise EnvironmentFault(
                 f"cannot open {path}: {error.strerror}", remedy="check the permissions of the database's folder"
             ) from error
-        self._old_mask: set[int] | set[signal.Signals] | None = None
+        self._old_mask: set[int] | None = None
 
     def acquire(self) -> None:
         """Wait in the queue and take the gate. Signals of the calling thread are held back until `release`."""
-        old = signal.pthread_sigmask(signal.SIG_BLOCK, MASKED)
+        # The plain function: the wrapper in `signal` turns every number into an enum, twice per transaction.
+        old = _signal.pthread_sigmask(signal.SIG_BLOCK, _MASKED_NUMBERS)
         try:
             try:
                 fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -121,7 +125,7 @@ class Gate:
                     self.waiting = False
                     _watch.end(self)
         except BaseException:
-            signal.pthread_sigmask(signal.SIG_SETMASK, old)
+            _signal.pthread_sigmask(signal.SIG_SETMASK, old)
             raise
         self._old_mask = old
 
@@ -130,7 +134,7 @@ class Gate:
         old, self._old_mask = self._old_mask, None
         fcntl.flock(self._fd, fcntl.LOCK_UN)
         if old is not None:
-            signal.pthread_sigmask(signal.SIG_SETMASK, old)
+            _signal.pthread_sigmask(signal.SIG_SETMASK, old)
 
     def close(self) -> None:
         os.close(self._fd)

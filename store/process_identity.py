@@ -25,7 +25,11 @@ from .errors import CorruptStore
 EFFECT_MARKER: Final = "AGENTCTL_EFFECT_ID"
 """Name of the environment variable that every effect process carries."""
 
-_MARKER_PREFIX: Final = EFFECT_MARKER.encode() + b"="
+HOLDER_MARKER: Final = "AGENTCTL_WORKER_ID"
+"""Name of the variable that says which worker started an effect process. An effect id outlives its worker (the next
+delivery dispatches under the same id), so who clears up after a dead worker goes by this one: a second rescuer that comes
+late must not hit what a new holder has started."""
+
 _HAS_PROC: Final = os.access("/proc/self/stat", os.R_OK)
 _TEXT_SEPARATOR: Final = " "
 _PF_KTHREAD: Final = 0x00200000
@@ -253,44 +257,43 @@ def _send(pid: int, sig: int) -> bool:
 # --- processes of an effect -----------------------------------------------------------------------
 
 
-def marker_ids(environ: bytes) -> list[str]:
-    """All effect ids that an environment block (entries ended by zero bytes) carries."""
+def marker_ids(environ: bytes, marker: str = EFFECT_MARKER) -> list[str]:
+    """All values of the marker that an environment block (entries ended by zero bytes) carries."""
+    prefix = marker.encode() + b"="
     return [
-        entry[len(_MARKER_PREFIX) :].decode("utf-8", "replace")
-        for entry in environ.split(b"\0")
-        if entry.startswith(_MARKER_PREFIX)
+        entry[len(prefix) :].decode("utf-8", "replace") for entry in environ.split(b"\0") if entry.startswith(prefix)
     ]
 
 
 def effect_ids_of(pid: int) -> list[str]:
     """The effect ids in the environment of a process; empty when it has none or may not be read."""
-    return _visible_ids(pid) or []
+    return _visible_ids(pid, EFFECT_MARKER) or []
 
 
-def _visible_ids(pid: int) -> list[str] | None:
+def _visible_ids(pid: int, marker: str) -> list[str] | None:
     """The same, with None for an environment that this user may not read."""
     try:
         environ = _read_proc(f"/proc/{pid}/environ")
     except OSError:
         return None
-    return marker_ids(environ) if environ and _MARKER_PREFIX in environ else []
+    return marker_ids(environ, marker) if environ and marker.encode() in environ else []
 
 
 def _all_pids() -> list[int]:
     return [int(name) for name in os.listdir("/proc") if name.isdigit()] if _HAS_PROC else []
 
 
-def find_marked(effect_ids: Iterable[str]) -> list[int]:
-    """The living processes that belong to one of the effects, this one never included, in order of pid.
+def find_marked(ids: Iterable[str], marker: str = EFFECT_MARKER) -> list[int]:
+    """The living processes that belong to one of the effects (with `HOLDER_MARKER`: workers), this one never included.
 
     A process belongs to an effect when it carries the marker, when its session has a member that does
     (effects run in sessions of their own), or when it descends from such a process: so one that cleared its
     environment is found, too.
     """
-    return sorted(_find(frozenset(effect_ids)))
+    return sorted(_find(frozenset(ids), marker))
 
 
-def _find(wanted: frozenset[str]) -> dict[int, int]:
+def _find(wanted: frozenset[str], marker: str) -> dict[int, int]:
     """Pid and start ticks of what `find_marked` finds."""
     if not wanted:
         return {}
@@ -304,16 +307,16 @@ def _find(wanted: frozenset[str]) -> dict[int, int]:
         if stat is None or stat.dead:
             continue
         stats[pid] = stat
-        if not wanted.isdisjoint(_settled_ids(pid, stat)):
+        if not wanted.isdisjoint(_settled_ids(pid, stat, marker)):
             marked.add(pid)
     found = _with_relatives(stats, marked) if marked else marked
     return {pid: stats[pid].start_ticks for pid in found if pid != os.getpid()}
 
 
-def _settled_ids(pid: int, stat: ProcessStat) -> list[str]:
+def _settled_ids(pid: int, stat: ProcessStat, marker: str) -> list[str]:
     """The markers of a process; one that is just executing its program is given a moment to show them."""
     deadline = time.monotonic() + _EXEC_SECONDS
-    while (found := _visible_ids(pid)) == [] and stat.in_exec and time.monotonic() < deadline:
+    while (found := _visible_ids(pid, marker)) == [] and stat.in_exec and time.monotonic() < deadline:
         time.sleep(0.001)
         later = read_stat(pid)
         if later is None or later.dead or later.start_ticks != stat.start_ticks:
@@ -339,19 +342,19 @@ def _with_relatives(stats: Mapping[int, ProcessStat], marked: set[int]) -> set[i
     return found
 
 
-def kill_marked(effect_ids: Iterable[str], *, wait_seconds: float) -> list[int]:
-    """End (SIGKILL) every process of this machine that belongs to one of the effects, and wait for their end.
+def kill_marked(ids: Iterable[str], *, wait_seconds: float, marker: str = EFFECT_MARKER) -> list[int]:
+    """End (SIGKILL) every process of this machine that belongs to one of the effects (workers), and wait for their end.
 
     Returns the pids that were signalled, in order. Looks again until a look finds nothing, so processes
     that were started meanwhile end as well. Returns after `wait_seconds` at the latest (plus one look at
     `/proc`); what `find_marked` still shows then cannot be ended (stuck in the kernel, or of another user).
     """
-    wanted = frozenset(effect_ids)
+    wanted = frozenset(ids)
     deadline = time.monotonic() + wait_seconds
     killed: set[int] = set()
     empty_looks = 0
     while wanted and empty_looks < 2:
-        found = _find(wanted)
+        found = _find(wanted, marker)
         signalled = kill_all(found, deadline)
         killed.update(signalled)
         if time.monotonic() >= deadline:

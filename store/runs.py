@@ -289,8 +289,7 @@ def open_runs(tx: Connection) -> list[Run]:
 def drivers(tx: Connection) -> list[str]:
     """Processes that drive a run at present."""
     return [
-        row[0]
-        for row in tx.execute("SELECT DISTINCT driver FROM runs WHERE ended_at IS NULL AND driver IS NOT NULL")
+        row[0] for row in tx.execute("SELECT DISTINCT driver FROM runs WHERE ended_at IS NULL AND driver IS NOT NULL")
     ]
 
 

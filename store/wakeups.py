@@ -40,9 +40,7 @@ class WakeFolder:
     def wake(self, process_id: str) -> None:
         """Call a process. Nobody there, or too many calls already: both are fine."""
         if self._sender is None:
-            self._sender = socket.socket(
-                socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_NONBLOCK | socket.SOCK_CLOEXEC
-            )
+            self._sender = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_NONBLOCK | socket.SOCK_CLOEXEC)
         with contextlib.suppress(OSError):
             self._sender.sendto(b"w", self._address(process_id))
 

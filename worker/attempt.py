@@ -149,7 +149,7 @@ class AttemptRunner:
         if self._clock.monotonic() - before > self._timing.lease:
             # Held up for longer than the lease: somebody may think that we are dead, so nothing is sent.
             return Ending(None, EffectEnd(request.effect_id, "requested", dispatch=answer.dispatch), "held_up")
-        outcome = plan.execute(EffectContext(request.effect_id, self._token, self._clock.monotonic))
+        outcome = plan.execute(EffectContext(request.effect_id, self._token, self._clock.monotonic, claim.fence.holder))
         self._faults.reach("after_effect_result")
         return self._ended(request, answer, outcome)
 
@@ -176,7 +176,8 @@ class AttemptRunner:
                     AttemptEnd("cancelled", error_json=error_json), EffectEnd(name, "cancelled", dispatch=dispatch)
                 )
             return Ending(
-                AttemptEnd("failed", error_json=error_json), EffectEnd(name, "failed", None, error_json, notes, dispatch)
+                AttemptEnd("failed", error_json=error_json),
+                EffectEnd(name, "failed", None, error_json, notes, dispatch),
             )
         if status == "uncertain":
             if reason == "drain" and may_repeat(request.effect_class, request.idempotency):

@@ -61,12 +61,13 @@ class Work:
 
 @dataclass(slots=True)
 class EffectContext:
-    """What a dispatch knows: the effect's id, its cancel token, and the clock that its limits are measured
-    by."""
+    """What a dispatch knows: the effect's id, its cancel token, the clock that its limits are measured by, and the
+    worker (process id of the store) that dispatches."""
 
     effect_id: str
     token: CancelToken
     monotonic: Callable[[], float]
+    holder: str = ""
 
 
 @dataclass(frozen=True, slots=True)

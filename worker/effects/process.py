@@ -43,6 +43,7 @@ from . import CancelToken
 DEFAULT_GRACE_SECONDS: Final = 2.0
 KILL_WAIT_SECONDS: Final = 1.0
 STRAY_WAIT_SECONDS: Final = 1.5
+QUIET_SECONDS: Final = 0.004
 CHUNK: Final = 65536
 
 _PR_SET_CHILD_SUBREAPER: Final = 36
@@ -298,14 +299,22 @@ class _Run:
     def _pump(self) -> Ending:
         poller = self._poller
         poller.register(self._pidfd, POLLIN)
-        for descriptor in self._streams:
-            poller.register(descriptor, POLLIN)
         if self._token_fd >= 0:
             poller.register(self._token_fd, POLLIN)
+        deadline = self._monotonic() + self._command.timeout_seconds
+        exited = cancelled = False
         if self._stdin >= 0:
             poller.register(self._stdin, POLLOUT)
             self._feed()
-        deadline = self._monotonic() + self._command.timeout_seconds
+        else:
+            # A short process fits its output into the pipes: waiting for its end alone saves a wake-up per stream.
+            exited, cancelled = self._turn(min(QUIET_SECONDS, self._command.timeout_seconds))
+        for descriptor in self._streams:
+            poller.register(descriptor, POLLIN)
+        if exited:
+            return Ending.EXITED
+        if cancelled:
+            return Ending.CANCELLED
         while True:
             remaining = deadline - self._monotonic()
             # Past the deadline, too, one look: if the worker itself was held up, the process may have ended
@@ -423,10 +432,11 @@ class _Run:
         """Read what the direct child had written: at most what a pipe holds, whatever others go on
         writing."""
         os.set_blocking(descriptor, False)
-        left = fcntl.fcntl(descriptor, fcntl.F_GETPIPE_SZ)
         try:
-            while left > 0 and (count := self._read(descriptor)):
-                left -= count
+            count = self._read(descriptor)
+            left = fcntl.fcntl(descriptor, fcntl.F_GETPIPE_SZ) if count else 0
+            while count and (left := left - count) > 0:
+                count = self._read(descriptor)
         except BlockingIOError:
             pass
 

@@ -36,7 +36,7 @@ from typing import Any, Final
 from agentctl.store.canonical import JsonError, parse_json
 from agentctl.store.errors import TaskFault
 from agentctl.store.policy import environment_allowed, process_allowed
-from agentctl.store.process_identity import EFFECT_MARKER
+from agentctl.store.process_identity import EFFECT_MARKER, HOLDER_MARKER
 
 from . import EffectContext, EffectOutcome, EffectPlan, Work, process, refuse_cancelled
 from .paths import checked_text, io_fault, resolve_readable, workspace_of
@@ -50,6 +50,7 @@ TAIL_BYTES: Final = 8192
 WITHHELD: Final = "[withheld: the process was given secrets]"
 
 _MARKER: Final = EFFECT_MARKER.encode()
+_HOLDER: Final = HOLDER_MARKER.encode()
 
 
 @dataclass(frozen=True, slots=True, repr=False)
@@ -219,8 +220,8 @@ def _check_name(work: Work, name: str) -> None:
     if not name or "=" in name:
         raise TaskFault("invalid_input", f"{name!r} cannot name a variable")
     checked_text(name, "env")
-    if name == EFFECT_MARKER:
-        raise TaskFault("invalid_input", f"{EFFECT_MARKER} is set by agentctl alone")
+    if name in (EFFECT_MARKER, HOLDER_MARKER):
+        raise TaskFault("invalid_input", f"{name} is set by agentctl alone")
     if not environment_allowed(work.policy, name):
         raise TaskFault(
             "policy_denied",
@@ -249,7 +250,11 @@ def _execute(launch: _Launch, context: EffectContext) -> EffectOutcome:
             Command(
                 executable=executable,
                 argv=launch.argv,
-                environment={**launch.environment, _MARKER: context.effect_id.encode()},
+                environment={
+                    **launch.environment,
+                    _MARKER: context.effect_id.encode(),
+                    _HOLDER: context.holder.encode(),
+                },
                 cwd=launch.cwd,
                 timeout_seconds=launch.timeout_seconds,
                 stdin=launch.stdin,
