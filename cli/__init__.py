@@ -3,6 +3,10 @@
 
 def main() -> None:
     """Entry point of the `agentctl` program; ends the process with the documented exit code (contract 4.10)."""
-    from .main import run
+    try:
+        from .main import run
 
-    run()
+        run()
+    except KeyboardInterrupt:
+        # Before or after the part that reports for itself: nothing was begun, or all has been said.
+        raise SystemExit(130) from None

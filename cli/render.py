@@ -376,3 +376,15 @@ def progress_for(printer: Printer) -> Progress:
 def give_up_stdout() -> None:
     """The reader of stdout is gone and the work goes on: whatever is printed from here on is swallowed."""
     abandon(1)
+
+
+def reader_is_gone() -> bool:
+    """Whether nobody can read stdout any more; found out without writing to it."""
+    import select
+
+    poll = select.poll()
+    try:
+        poll.register(1, 0)
+        return any(found & select.POLLERR for _, found in poll.poll(0))
+    except OSError:
+        return False

@@ -27,6 +27,7 @@ from .render import (
     envelope,
     give_up_stdout,
     progress_for,
+    reader_is_gone,
     warn,
     warn_findings,
     when,
@@ -297,14 +298,14 @@ class _Follower:
     A look counts the tasks of the run, so the pause between two looks is at least twenty times what a look has cost.
     """
 
-    def __init__(self, printer: Printer, store: Store, run_id: str, progress: Progress) -> None:
+    def __init__(self, printer: Printer, store: Store, run_id: str, progress: Progress, *, at_once: bool) -> None:
+        """With `at_once` the first look is shown; otherwise a run that ends at once needs no display."""
         self._printer = printer
         self._store = store
         self._views = views_of(store)
         self._run_id = run_id
         self._progress = progress
-        # A run that ends at once needs no display.
-        self._next = store.clock.monotonic() + progress.interval
+        self._next = store.clock.monotonic() + (0.0 if at_once else progress.interval)
         self._lost = False
         self._seen: str | None = None
 
@@ -372,7 +373,7 @@ def _foreground(
                 printer.line(f"{run_id} {verb}: {clean(begun['workflow'])}, {begun['taskCount']} {noun}")
         except OSError:
             give_up_stdout()
-        follower = _Follower(printer, store, run_id, progress_for(printer))
+        follower = _Follower(printer, store, run_id, progress_for(printer), at_once=settings.output == "jsonl")
         run_in_foreground(settings.database, run_id, resume=resume, workers=workers, on_change=follower.tick, plan=plan)
     except KeyboardInterrupt:
         # The signal came before the foreground obeyed signals. A run that was only to be resumed stays as it was.
@@ -402,7 +403,7 @@ def _follow(settings: Settings, run_name: str, *, show: bool, timeout: float | N
             _warn_if_waiting_is_vain(settings, store, views, run_id)
         follower = None
         if show:
-            follower = _Follower(printer, store, run_id, progress_for(printer))
+            follower = _Follower(printer, store, run_id, progress_for(printer), at_once=True)
         try:
             seen, look_at = views.data_version(), clock.monotonic() + LOOK_SECONDS
             while True:
@@ -424,7 +425,7 @@ def _follow(settings: Settings, run_name: str, *, show: bool, timeout: float | N
 
 def _show(follower: _Follower) -> None:
     follower.tick()
-    if follower.lost:
+    if follower.lost or reader_is_gone():
         # Nothing but the display was asked for: without a reader there is nothing left to do.
         raise BrokenPipeError
 

@@ -9,7 +9,6 @@ from typing import Any
 
 import apsw
 import pytest
-
 from agentctl.store import process_identity
 from agentctl.store.canonical import canonical, effect_id, input_digest
 from agentctl.store.clock import SystemClock
@@ -30,10 +29,23 @@ from agentctl.store.records import (
 from agentctl.store.views import MAX_WAITING, Views
 
 LEASE = 30_000
-KEYS = (
-    "run tasks effects effectReconciliations approvals checkpoints providerSessions streamEvents protocolSessions "
-    "protocolCalls toolCalls artifacts budget audit traces"
-).split()
+KEYS = [
+    "run",
+    "tasks",
+    "effects",
+    "effectReconciliations",
+    "approvals",
+    "checkpoints",
+    "providerSessions",
+    "streamEvents",
+    "protocolSessions",
+    "protocolCalls",
+    "toolCalls",
+    "artifacts",
+    "budget",
+    "audit",
+    "traces",
+]
 
 
 class Fixed:
