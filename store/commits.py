@@ -66,11 +66,11 @@ def commit_batch(
         )
     if batch.enqueues:
         task_queue.enqueue(tx, run.run_id, first, batch.enqueues, now=now)
-    stopped: list[tuple[int, str, str]] = []
+    stopped: list[tuple[int, str, int, str]] = []
     if batch.stop is not None:
         stopped = _stop(tx, run, batch, reason=batch.stop, now=now)
     state: dict[str, object] = {}
-    changes = batch.changes + [[position, to, None, None, code] for position, to, code in stopped]
+    changes = batch.changes + [[position, to, attempt, None, code] for position, to, attempt, code in stopped]
     if changes:
         state["tasks"] = changes
     if batch.memory:
@@ -83,10 +83,10 @@ def commit_batch(
     audit.append(tx, run.run_id, events, actor="coordinator", now=now)
     if state:
         audit.append_checkpoint(tx, run.run_id, canonical(state), now=now)
-    return stopped
+    return [(position, to, code) for position, to, _, code in stopped]
 
 
-def _stop(tx: Connection, run: Run, batch: Batch, *, reason: str, now: int) -> list[tuple[int, str, str]]:
+def _stop(tx: Connection, run: Run, batch: Batch, *, reason: str, now: int) -> list[tuple[int, str, int, str]]:
     """End everything that has not begun. Runs inside the transaction, since a worker may claim until it begins."""
     first, last = run.first_task, run.first_task + run.task_count - 1
     tx.execute(
@@ -101,22 +101,23 @@ def _stop(tx: Connection, run: Run, batch: Batch, *, reason: str, now: int) -> l
         (now, run.run_id, first, last),
     )
     error = canonical({"code": reason, "message": f"not executed: {reason}", "retryable": False})
-    ended: list[tuple[int, str, str]] = []
-    for task_no, task_id in tx.execute(
+    ended: list[tuple[int, str, int, str]] = []
+    for task_no, task_id, attempt in tx.execute(
         "UPDATE tasks SET state = 'failed', ended_at = ?, updated_at = ? "
         "WHERE task_no BETWEEN ? AND ? AND state = 'waiting_for_effect' AND ? <> 'cancel_requested' "
-        "RETURNING task_no, task_id",
+        "RETURNING task_no, task_id, attempt",
         (now, now, first, last, reason),
     ).fetchall():
-        ended.append((task_no - first, "failed", "uncertain_effect"))
+        ended.append((task_no - first, "failed", attempt, "uncertain_effect"))
         batch.events.append(Event("task.transition", task_id, '{"from":"waiting_for_effect","to":"failed"}'))
-    for task_no, task_id in tx.execute(
+    for task_no, task_id, attempt in tx.execute(
         "UPDATE tasks SET state = 'cancelled', ended_at = ?, updated_at = ?, retry_at = NULL, "
         "error_json = COALESCE(error_json, ?) "
-        "WHERE task_no BETWEEN ? AND ? AND ended_at IS NULL AND state <> 'running' RETURNING task_no, task_id",
+        "WHERE task_no BETWEEN ? AND ? AND ended_at IS NULL AND state <> 'running' "
+        "RETURNING task_no, task_id, attempt",
         (now, now, error, first, last),
     ).fetchall():
-        ended.append((task_no - first, "cancelled", reason))
+        ended.append((task_no - first, "cancelled", attempt, reason))
         batch.events.append(Event("task.transition", task_id, f'{{"reason":{canonical(reason)},"to":"cancelled"}}'))
     ended.sort()
     return ended

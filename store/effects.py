@@ -6,7 +6,7 @@ may have happened. A final status never changes; the database refuses it.
 
 from __future__ import annotations
 
-from . import ledger
+from . import ledger, runs
 from .canonical import canonical
 from .database import Connection
 from .errors import ConflictError, IncompatibleVersion, LeaseLost
@@ -23,23 +23,25 @@ from .records import (
 
 
 def start(
-    tx: Connection, fence: Fence, request: EffectRequest, *, now: int
+    tx: Connection, fence: Fence, request: EffectRequest, *, previous: EffectEnd | None, now: int
 ) -> tuple[StartedEffect | RecordedEffect | StartRefused, str, list[Event]]:
     """Request, reserve and start an effect, or tell why it must not be dispatched (architecture 4, step 5).
 
-    Everything that may forbid the start is looked at in this transaction: the fence, cancellation, pause, deadline and
+    First the end of the `previous` effect is recorded: what it held and did not use is free for this one. Everything that may forbid the start is looked at in this transaction: the fence, cancellation, pause, deadline and
     budget. Returns the answer, the run and the audit events. Raises `LeaseLost` when the fence does not hold, and
     `ConflictError` when the row of this ordinal belongs to another input.
     """
     row = tx.execute(
         "SELECT a.state, a.delivery, a.holder, a.run_id, a.task_id, a.number, r.state, r.cancel_requested_at, "
-        "r.pause_requested_at, r.deadline_at, r.trace_id FROM attempts a JOIN runs r USING (run_id) "
-        "WHERE a.attempt_id = ?",
+        "r.pause_requested_at, r.deadline_at, r.trace_id, r.runtime_state_version, r.plan_format_version "
+        "FROM attempts a JOIN runs r USING (run_id) WHERE a.attempt_id = ?",
         (fence.attempt_id,),
     ).fetchone()
     if row is None or row[0] != "claimed" or row[1] != fence.delivery or row[2] != fence.holder:
         raise LeaseLost(f"attempt {fence.attempt_id}, delivery {fence.delivery} was taken away")
-    run_id, task_id, number, run_state, cancelled, paused, deadline, trace_id = row[3:]
+    run_id, task_id, number, run_state, cancelled, paused, deadline, trace_id = row[3:11]
+    runs.check_versions(run_id, row[11], row[12])
+    events = [] if previous is None else [end(tx, run_id, task_id, previous, now=now)]
     existing = tx.execute(
         "SELECT effect_id, format_version, status, result_json, error_json, dispatches FROM effects "
         "WHERE attempt_id = ? AND ordinal = ?",
@@ -55,22 +57,21 @@ def start(
                 run_id=run_id,
             )
         if status in ("succeeded", "failed", "cancelled", "uncertain"):
-            return RecordedEffect(status, result_json, error_json), run_id, []
+            return RecordedEffect(status, result_json, error_json), run_id, events
         if status == "started":
             raise LeaseLost(f"effect {effect_id} is in flight already")
     else:
         dispatches = 0
     if run_state != "running" or cancelled is not None:
-        return StartRefused("cancel_requested"), run_id, []
+        return StartRefused("cancel_requested"), run_id, events
     if paused is not None:
-        return StartRefused("paused"), run_id, []
+        return StartRefused("paused"), run_id, events
     if deadline is not None and now > deadline:
-        return StartRefused("deadline"), run_id, []
+        return StartRefused("deadline"), run_id, events
     dispatch = dispatches + 1
     denied = ledger.reserve(tx, run_id, request.effect_id, dispatch, request.estimate)
     if denied is not None:
-        return StartRefused("budget", denied), run_id, []
-    events: list[Event] = []
+        return StartRefused("budget", denied), run_id, events
     if existing is None:
         tx.execute(
             "INSERT INTO effects (effect_id, format_version, run_id, task_id, attempt_id, attempt, ordinal, operation, "

@@ -255,9 +255,7 @@ class Store:
         """
         now = self.clock.now()
         with self.database.write(durable=True) as tx:
-            answer, run_id, events = effects.start(tx, fence, request, now=now)
-            if previous is not None:
-                events.insert(0, effects.end(tx, run_id, task_id, previous, now=now))
+            answer, run_id, events = effects.start(tx, fence, request, previous=previous, now=now)
             audit.append(tx, run_id, events, actor=fence.holder, now=now)
         return answer
 
@@ -322,6 +320,7 @@ class Store:
         now = self.clock.now()
         with self.database.write(durable=True) as tx:
             events = []
+            runs.head(tx, claim.run_id)
             if effect is not None:
                 events.append(effects.end(tx, claim.run_id, claim.task_id, effect, now=now))
             events.append(task_queue.release(tx, claim.fence, reason=reason, now=now))

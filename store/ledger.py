@@ -46,7 +46,8 @@ def reserve(
     if not lines:
         return None
     known = tx.execute(
-        "SELECT 1 FROM budget_reservations WHERE run_id = ? AND reservation_id = ? AND dispatch = ? LIMIT 1",
+        "SELECT 1 FROM budget_reservations "
+        "WHERE run_id = ? AND reservation_id = ? AND dispatch = ? AND state <> 'released' LIMIT 1",
         (run_id, reservation_id, dispatch),
     ).fetchone()
     if known is not None:
@@ -71,7 +72,9 @@ def reserve(
                 (units, run_id, dimension),
             )
             tx.execute(
-                "INSERT INTO budget_reservations VALUES (?,?,?,?,?,NULL,'open')",
+                # A dispatch that never was gives its number to the next one.
+                "INSERT INTO budget_reservations VALUES (?,?,?,?,?,NULL,'open') "
+                "ON CONFLICT DO UPDATE SET units = excluded.units, state = 'open'",
                 (run_id, reservation_id, dispatch, dimension, units),
             )
     return None
@@ -82,6 +85,10 @@ def settle(tx: Connection, run_id: str, reservation_id: str, dispatch: int, usag
     actual = dict(usage)
     if "inputTokens" in actual or "outputTokens" in actual:
         actual["totalTokens"] = actual.get("inputTokens", 0) + actual.get("outputTokens", 0)
+    _settle(tx, run_id, reservation_id, dispatch, actual)
+
+
+def _settle(tx: Connection, run_id: str, reservation_id: str, dispatch: int, actual: dict[str, int]) -> None:
     opened = _close(tx, run_id, reservation_id, dispatch, "settled")
     for dimension, units in opened:
         tx.execute(
@@ -120,8 +127,7 @@ def charge_lost(tx: Connection, run_id: str, reservation_id: str, dispatch: int)
             (run_id, reservation_id, dispatch),
         ).fetchall()
     )
-    held.pop("totalTokens", None)
-    settle(tx, run_id, reservation_id, dispatch, held)
+    _settle(tx, run_id, reservation_id, dispatch, held)
 
 
 def _close(tx: Connection, run_id: str, reservation_id: str, dispatch: int, state: str) -> list[tuple[str, int]]:

@@ -125,11 +125,12 @@ def get(tx: Connection, run_id: str) -> Run:
         raise NotFoundError(
             f"there is no run {run_id} in this database", remedy="`agentctl runs list` shows the runs", run_id=run_id
         )
-    _check_versions(run_id, row[0], row[1])
+    check_versions(run_id, row[0], row[1])
     return Run(*row[2:])
 
 
-def _check_versions(run_id: str, runtime_version: int, plan_version: int) -> None:
+def check_versions(run_id: str, runtime_version: int, plan_version: int) -> None:
+    """Raise `IncompatibleVersion` for a run that a newer agentctl has written."""
     if runtime_version > RUNTIME_STATE_VERSION or plan_version > PLAN_FORMAT_VERSION:
         raise IncompatibleVersion(
             f"{run_id} was written by a newer agentctl (runtime state {runtime_version}, plan {plan_version}); "
@@ -158,7 +159,7 @@ def settings(tx: Connection, run_id: str) -> tuple[str, str]:
     ).fetchone()
     if row is None:
         raise NotFoundError(f"there is no run {run_id} in this database", run_id=run_id)
-    _check_versions(run_id, row[2], row[3])
+    check_versions(run_id, row[2], row[3])
     return row[0], row[1]
 
 
@@ -222,10 +223,14 @@ def take_run(
     Returns None when somebody else was faster or the run has ended. A paused run is taken only with `resume`, which
     sets it `running` again.
     """
-    row = tx.execute("SELECT state, epoch, priority FROM runs WHERE run_id = ?", (run_id,)).fetchone()
+    row = tx.execute(
+        "SELECT state, epoch, priority, runtime_state_version, plan_format_version FROM runs WHERE run_id = ?",
+        (run_id,),
+    ).fetchone()
     if row is None:
         raise NotFoundError(f"there is no run {run_id} in this database", run_id=run_id)
-    state, current, priority = row
+    state, current, priority = row[:3]
+    check_versions(run_id, row[3], row[4])
     if current != epoch or state not in (("running", "paused") if resume else ("running",)):
         return None
     tx.execute(
@@ -295,10 +300,14 @@ def drivers(tx: Connection) -> list[str]:
 
 def head(tx: Connection, run_id: str) -> tuple[int, int, str | None, str]:
     """(epoch, revision, driver, state): what tells a driver whether its view is still current."""
-    row = tx.execute("SELECT epoch, revision, driver, state FROM runs WHERE run_id = ?", (run_id,)).fetchone()
+    row = tx.execute(
+        "SELECT epoch, revision, driver, state, runtime_state_version, plan_format_version FROM runs WHERE run_id = ?",
+        (run_id,),
+    ).fetchone()
     if row is None:
         raise NotFoundError(f"there is no run {run_id} in this database", run_id=run_id)
-    return row
+    check_versions(run_id, row[4], row[5])
+    return row[0], row[1], row[2], row[3]
 
 
 # -- requests of people ------------------------------------------------------------------------------------------------

@@ -12,12 +12,24 @@ from . import audit, effects
 from .canonical import canonical
 from .database import Connection
 from .errors import LeaseLost
-from .records import AttemptEnd, Claim, Event, Fence, FinishedAttempt, LiveAttempt, NewAttempt
+from .records import (
+    EFFECT_FORMAT_VERSION,
+    PLAN_FORMAT_VERSION,
+    RUNTIME_STATE_VERSION,
+    AttemptEnd,
+    Claim,
+    Event,
+    Fence,
+    FinishedAttempt,
+    LiveAttempt,
+    NewAttempt,
+)
 from .states import may_repeat
 
 _CLAIMABLE_RUN = (
-    "SELECT t.run_id, r.trace_id, r.first_task FROM turns t JOIN runs r USING (run_id) "
+    "SELECT t.run_id, r.trace_id, r.first_task FROM turns t JOIN runs r USING (run_id) "  # noqa: S608
     "WHERE r.state = 'running' AND r.cancel_requested_at IS NULL AND r.pause_requested_at IS NULL "
+    f"AND r.runtime_state_version <= {RUNTIME_STATE_VERSION} AND r.plan_format_version <= {PLAN_FORMAT_VERSION} "
     "AND EXISTS (SELECT 1 FROM attempts a WHERE a.run_id = t.run_id AND a.state = 'ready' AND a.hold IS NULL) "
 )
 _NEXT_RUN = _CLAIMABLE_RUN + "ORDER BY t.priority DESC, t.turn LIMIT 1"
@@ -102,10 +114,12 @@ def renew(tx: Connection, fence: Fence, *, lease_ms: int, now: int) -> bool:
 def release(tx: Connection, fence: Fence, *, reason: str, now: int) -> Event:
     """Give back a claim of which no effect is in flight (drain, pause, budget): it costs no delivery.
 
-    The task is `ready` again. Returns the audit event for the caller's transaction.
+    The task is `ready` again. What this delivery has confirmed is no progress of a later one. Returns the audit event
+    for the caller's transaction.
     """
     tx.execute(
-        "UPDATE attempts SET state = 'ready', holder = NULL, lease_expires_at = NULL "
+        "UPDATE attempts SET state = 'ready', holder = NULL, lease_expires_at = NULL, lost_effects = "
+        "(SELECT COUNT(*) FROM effects e WHERE e.attempt_id = attempts.attempt_id AND e.status = 'succeeded') "
         "WHERE attempt_id = ? AND delivery = ? AND holder = ? AND state = 'claimed'",
         (fence.attempt_id, fence.delivery, fence.holder),
     )
@@ -233,7 +247,8 @@ def rescue(
 ) -> str | None:
     """Settle one delivery whose holder is dead (architecture 4). The caller has made sure of that death.
 
-    Returns what became of the attempt, or None when the delivery was over already:
+    Returns what became of the attempt, or None when the delivery was over already, or when run or effects were written
+    by a newer agentctl, which has to settle them itself:
 
     - `ready`: nothing was started, or what was started may be repeated; another delivery follows with the same ids.
     - `uncertain`: something that must not be repeated was started and never confirmed.
@@ -241,8 +256,10 @@ def rescue(
     """
     row = tx.execute(
         "SELECT a.run_id, a.task_no, a.task_id, a.lost, a.lost_effects, r.max_deliveries FROM attempts a "
-        "JOIN runs r USING (run_id) WHERE a.attempt_id = ? AND a.delivery = ? AND a.state = 'claimed'",
-        (attempt_id, delivery),
+        "JOIN runs r USING (run_id) WHERE a.attempt_id = ? AND a.delivery = ? AND a.state = 'claimed' "
+        "AND r.runtime_state_version <= ? AND r.plan_format_version <= ? AND NOT EXISTS "
+        "(SELECT 1 FROM effects e WHERE e.attempt_id = a.attempt_id AND e.format_version > ?)",
+        (attempt_id, delivery, RUNTIME_STATE_VERSION, PLAN_FORMAT_VERSION, EFFECT_FORMAT_VERSION),
     ).fetchone()
     if row is None:
         return None
@@ -263,8 +280,8 @@ def rescue(
         else:
             events.append(effects.mark_uncertain(tx, effect_id, task_id, reason=why, now=now))
             blocked = effect_id
-    lost = 0 if confirmed_count > lost_effects else lost
-    lost += 1
+    if confirmed_count <= lost_effects:
+        lost += 1
     if blocked is not None:
         outcome = "uncertain"
         error = canonical(

@@ -1,0 +1,184 @@
+"""The ledger: what is held, used and given back adds up, and no limit is passed."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from agentctl.store.engine import Store
+from agentctl.store.records import Claim, EffectEnd, EffectRequest, StartedEffect, StartRefused
+from support.builders import Driver, Hand, effect_request, new_run, open_store
+from support.clock import ManualClock
+from support.rows import check_chains, ledger_line, rows
+
+
+@pytest.fixture
+def store(tmp_path: Path, clock: ManualClock) -> Iterator[Store]:
+    opened = open_store(tmp_path, clock)
+    yield opened
+    assert_identities(opened)
+    check_chains(opened)
+    opened.close()
+
+
+def assert_identities(store: Store) -> None:
+    """What a line holds is the sum of its open reservations."""
+    for run_id, dimension, reserved in rows(store, "SELECT run_id, dimension, reserved FROM budget_lines"):
+        held = rows(
+            store,
+            "SELECT COALESCE(SUM(units), 0) FROM budget_reservations "
+            "WHERE run_id = ? AND dimension = ? AND state = 'open'",
+            run_id,
+            dimension,
+        )
+        assert held == [(reserved,)], dimension
+
+
+def begin(store: Store, limits: dict[str, int], tasks: int = 3) -> list[Claim]:
+    store.create_run(new_run(tasks=tasks, budget_limits=limits))
+    Driver(store, "run-1").enqueue(range(tasks))
+    return [Hand(store, f"worker-{number}").take() for number in range(tasks)]
+
+
+def start(store: Store, claim: Claim, estimate: dict[str, int], **options: object) -> tuple[EffectRequest, object]:
+    request = effect_request(claim, estimate=estimate, **options)  # type: ignore[arg-type]
+    return request, Hand(store, claim.fence.holder).start(claim, request)
+
+
+def test_reserve_then_settle_with_what_was_used(store: Store) -> None:
+    claim, *_ = begin(store, {"toolCalls": 10})
+    request, answer = start(store, claim, {"toolCalls": 4})
+    assert answer == StartedEffect(1)
+    assert ledger_line(store, "toolCalls") == (10, 0, 4)
+    Hand(store, claim.fence.holder).finish(
+        claim, effect=EffectEnd(request.effect_id, "succeeded", usage={"toolCalls": 3})
+    )
+    assert ledger_line(store, "toolCalls") == (10, 3, 0)
+    assert rows(store, "SELECT units, actual, state FROM budget_reservations") == [(4, 3, "settled")]
+
+
+def test_a_failed_effect_is_charged_what_it_used(store: Store) -> None:
+    claim, *_ = begin(store, {"toolCalls": 10})
+    request, _ = start(store, claim, {"toolCalls": 4})
+    Hand(store, claim.fence.holder).finish(
+        claim, "failed", effect=EffectEnd(request.effect_id, "failed", usage={"toolCalls": 1})
+    )
+    assert ledger_line(store, "toolCalls") == (10, 1, 0)
+
+
+def test_a_refusal_holds_nothing_and_names_the_dimension(store: Store) -> None:
+    first, second, third = begin(store, {"turns": 5, "toolCalls": 10})
+    assert start(store, first, {"turns": 1, "toolCalls": 6})[1] == StartedEffect(1)
+    request, answer = start(store, second, {"turns": 1, "toolCalls": 6})
+    assert answer == StartRefused(
+        "budget", {"dimension": "toolCalls", "limit": 10, "attempted": 12, "wait": True}
+    ) or (isinstance(answer, StartRefused) and answer.detail["dimension"] == "toolCalls" and answer.detail["wait"])
+    assert ledger_line(store, "turns") == (5, 0, 1)
+    assert rows(store, "SELECT 1 FROM effects WHERE effect_id = ?", request.effect_id) == []
+    # What can never fit does not wait for others.
+    _, answer = start(store, third, {"toolCalls": 11})
+    assert isinstance(answer, StartRefused)
+    assert answer.detail["wait"] is False
+
+
+def test_the_last_unit_can_be_had(store: Store) -> None:
+    first, second, _ = begin(store, {"turns": 2})
+    assert start(store, first, {"turns": 1})[1] == StartedEffect(1)
+    assert start(store, second, {"turns": 1})[1] == StartedEffect(1)
+    assert ledger_line(store, "turns") == (2, 0, 2)
+
+
+def test_total_tokens_are_the_sum_of_both_kinds(store: Store) -> None:
+    claim, *_ = begin(store, {"totalTokens": 100})
+    request, _ = start(store, claim, {"inputTokens": 30, "outputTokens": 40})
+    assert ledger_line(store, "totalTokens") == (100, 0, 70)
+    Hand(store, claim.fence.holder).finish(
+        claim, effect=EffectEnd(request.effect_id, "succeeded", usage={"inputTokens": 20, "outputTokens": 5})
+    )
+    assert ledger_line(store, "totalTokens") == (100, 25, 0)
+
+
+@pytest.mark.parametrize(
+    "limits",
+    [
+        {"totalTokens": 100},
+        {"inputTokens": 50, "totalTokens": 100},
+        {"outputTokens": 50, "totalTokens": 100},
+        {"inputTokens": 50, "outputTokens": 50, "totalTokens": 100},
+        {"inputTokens": 50},
+    ],
+    ids=lambda limits: "+".join(limits),
+)
+def test_a_lost_dispatch_stays_charged_with_all_that_it_held(store: Store, limits: dict[str, int]) -> None:
+    claim, *_ = begin(store, limits, tasks=1)
+    estimate = {"inputTokens": 10, "outputTokens": 20}
+    held = {**estimate, "totalTokens": 30}
+    request, _ = start(store, claim, estimate, idempotency="keyed")
+    store.rescue([(claim.fence.attempt_id, 1)], dead=[], why="died", actor="x")
+    for dimension, limit in limits.items():
+        assert ledger_line(store, dimension) == (limit, held[dimension], 0), "the lost dispatch was paid for"
+    again = Hand(store).take()
+    assert Hand(store).start(again, request) == StartedEffect(2)
+    for dimension, limit in limits.items():
+        assert ledger_line(store, dimension) == (limit, held[dimension], held[dimension])
+
+
+def test_an_uncertain_effect_keeps_its_reservation(store: Store) -> None:
+    claim, *_ = begin(store, {"turns": 1}, tasks=2)
+    start(store, claim, {"turns": 1})
+    store.rescue([(claim.fence.attempt_id, 1)], dead=[], why="died", actor="x")
+    assert ledger_line(store, "turns") == (1, 0, 1)
+
+
+@pytest.mark.parametrize("status", ["requested", "cancelled"])
+def test_what_was_provably_not_dispatched_is_given_back(store: Store, status: str) -> None:
+    claim, *_ = begin(store, {"turns": 1}, tasks=1)
+    request, _ = start(store, claim, {"turns": 1})
+    store.release(claim, effect=EffectEnd(request.effect_id, status), reason="drain")
+    assert ledger_line(store, "turns") == (1, 0, 0)
+    assert rows(store, "SELECT state FROM budget_reservations") == [("released",)]
+
+
+def test_a_dispatch_after_a_released_one_is_held_again(store: Store) -> None:
+    """The number of the dispatch is the same, since the first one never was."""
+    first, second = begin(store, {"turns": 1}, tasks=2)
+    request, _ = start(store, first, {"turns": 1})
+    store.release(first, effect=EffectEnd(request.effect_id, "requested"), reason="drain")
+    again = Hand(store).take()
+    assert Hand(store).start(again, request) == StartedEffect(1)
+    assert ledger_line(store, "turns") == (1, 0, 1)
+    assert isinstance(start(store, second, {"turns": 1})[1], StartRefused)
+    Hand(store).finish(again, effect=EffectEnd(request.effect_id, "succeeded", usage={"turns": 1}))
+    assert ledger_line(store, "turns") == (1, 1, 0)
+
+
+def test_the_previous_effect_is_settled_before_the_next_one_is_reserved(store: Store) -> None:
+    claim, *_ = begin(store, {"turns": 10}, tasks=1)
+    request, _ = start(store, claim, {"turns": 8})
+    answer = Hand(store, claim.fence.holder).start(
+        claim,
+        effect_request(claim, ordinal=2, estimate={"turns": 8}),
+        previous=EffectEnd(request.effect_id, "succeeded", usage={"turns": 2}),
+    )
+    assert answer == StartedEffect(1)
+    assert ledger_line(store, "turns") == (10, 2, 8)
+
+
+def test_usage_without_a_limit_is_counted_all_the_same(store: Store) -> None:
+    claim, *_ = begin(store, {"turns": 1}, tasks=1)
+    request, _ = start(store, claim, {"turns": 1})
+    Hand(store, claim.fence.holder).finish(
+        claim, effect=EffectEnd(request.effect_id, "succeeded", usage={"turns": 1, "costMicrousd": 77})
+    )
+    assert ledger_line(store, "costMicrousd") == (None, 77, 0)
+
+
+def test_more_used_than_held_is_shown_and_stops_what_follows(store: Store) -> None:
+    first, second, _ = begin(store, {"turns": 4})
+    request, _ = start(store, first, {"turns": 1})
+    Hand(store, first.fence.holder).finish(
+        first, effect=EffectEnd(request.effect_id, "succeeded", usage={"turns": 6})
+    )
+    assert ledger_line(store, "turns") == (4, 6, 0)
+    assert isinstance(start(store, second, {"turns": 1})[1], StartRefused)
