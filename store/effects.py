@@ -27,8 +27,9 @@ def start(
 ) -> tuple[StartedEffect | RecordedEffect | StartRefused, str, list[Event]]:
     """Request, reserve and start an effect, or tell why it must not be dispatched (architecture 4, step 5).
 
-    First the end of the `previous` effect is recorded: what it held and did not use is free for this one. Everything that may forbid the start is looked at in this transaction: the fence, cancellation, pause, deadline and
-    budget. Returns the answer, the run and the audit events. Raises `LeaseLost` when the fence does not hold, and
+    First the end of the `previous` effect is recorded: what it held and did not use is free for this one. Everything
+    that may forbid the start is looked at in this transaction: the fence, cancellation, pause, deadline and budget.
+    Returns the answer, the run and the audit events. Raises `LeaseLost` when the fence does not hold, and
     `ConflictError` when the row of this ordinal belongs to another input.
     """
     row = tx.execute(

@@ -81,9 +81,13 @@ class Store:
         self.database.close()
 
     def _end_stuck(self, pid: int) -> str | None:
-        """Kill `pid`, which holds the gate without end, if it is one of this database's processes (architecture 6)."""
+        """Kill `pid`, which holds the gate without end, if it is one of this database's processes (architecture 6).
+
+        Only one that is stopped: one that runs waits itself, for the lock of a program outside the gate or for the disk.
+        """
         identity = process_identity.of(pid)
-        if identity is None:
+        stat = process_identity.read_stat(pid)
+        if identity is None or stat is None:
             return "it is gone"
         other = Database(self.path, self.clock)
         try:
@@ -93,6 +97,8 @@ class Store:
             other.close()
         if identity.as_text() not in known:
             return f"it is no agentctl process of this database (pid {pid})"
+        if stat.state not in "Tt":
+            return "it runs, and waits for another program that locks the database, or for the disk"
         return None if process_identity.kill(identity, signal.SIGKILL) else f"no permission to end pid {pid}"
 
     # -- runs ------------------------------------------------------------------------------------------------------

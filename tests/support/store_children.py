@@ -1,0 +1,139 @@
+"""What child processes do in tests of the store. Functions of an importable module, since children are spawned."""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import time
+from multiprocessing.connection import Connection
+from multiprocessing.synchronize import Barrier
+from pathlib import Path
+
+import apsw
+from agentctl.store import gate
+from agentctl.store.clock import SystemClock
+from agentctl.store.engine import Store
+from agentctl.store.records import EffectEnd, StartedEffect
+from support.builders import Hand, effect_request, new_run, process_row
+
+
+def take_everything(path: Path, name: str, barrier: Barrier, out: Connection) -> None:
+    """Claim, execute and finish until nothing is left; tell which attempts."""
+    store = Store(path, SystemClock())
+    hand = Hand(store, name)
+    barrier.wait()
+    taken = []
+    claim = hand.claim()
+    while claim is not None:
+        taken.append((claim.fence.attempt_id, claim.fence.delivery))
+        request = effect_request(claim)
+        assert hand.start(claim, request) == StartedEffect(1)
+        claim = hand.finish(claim, effect=EffectEnd(request.effect_id, "succeeded"), next_claim=True)
+    out.send(taken)
+    store.close()
+
+
+def pull_at_a_budget(path: Path, name: str, barrier: Barrier, out: Connection) -> None:
+    """Execute what the budget allows, fail the rest; tell how much was executed."""
+    store = Store(path, SystemClock())
+    hand = Hand(store, name)
+    barrier.wait()
+    executed = 0
+    claim = hand.claim()
+    while claim is not None:
+        request = effect_request(claim, estimate={"toolCalls": 1})
+        if hand.start(claim, request) == StartedEffect(1):
+            executed += 1
+            end = EffectEnd(request.effect_id, "succeeded", usage={"toolCalls": 1})
+            claim = hand.finish(claim, effect=end, next_claim=True)
+        else:
+            claim = hand.finish(claim, "failed", next_claim=True)
+    out.send(executed)
+    store.close()
+
+
+def write_without_pause(path: Path, name: str, barrier: Barrier, seconds: float, out: Connection) -> None:
+    """One durable transaction after the other; tell how many came through."""
+    store = Store(path, SystemClock())
+    store.register(process_row(name))
+    barrier.wait()
+    done = 0
+    end = time.monotonic() + seconds
+    while time.monotonic() < end:
+        store.set_process_state(name, "busy", durable=True)
+        done += 1
+    out.send(done)
+    store.close()
+
+
+def hold_like_a_stranger(path: Path, line: Connection) -> None:
+    """A program that knows no gate takes the write lock, and gives it back when it is told to."""
+    connection = apsw.Connection(str(path))
+    connection.set_busy_timeout(10_000)
+    connection.execute("BEGIN IMMEDIATE")
+    line.send("locked")
+    line.recv()
+    connection.execute("COMMIT")
+    connection.close()
+    line.send("released")
+
+
+class _Tell(logging.Handler):
+    def __init__(self, line: Connection) -> None:
+        super().__init__()
+        self._line = line
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self._line.send(("log", record.getMessage()))
+
+
+def write_once(path: Path, name: str, stuck_seconds: float, line: Connection) -> None:
+    """Open, say so, wait for a word, write one durable transaction, say so. What is logged is told as well."""
+    gate.STUCK_SECONDS = stuck_seconds
+    logging.getLogger("agentctl").addHandler(_Tell(line))
+    store = Store(path, SystemClock())
+    store.register(process_row(name))
+    line.send(("ready", os.getpid()))
+    line.recv()
+    store.create_run(new_run(f"run-of-{name}"))
+    line.send(("done", os.getpid()))
+    store.close()
+
+
+def stop_inside(path: Path, name: str, registered: bool, line: Connection) -> None:
+    """Take the gate, write something, and be stopped there."""
+    store = Store(path, SystemClock())
+    if registered:
+        store.register(process_row(name))
+    with store.database.write() as tx:
+        tx.execute("INSERT INTO meta VALUES ('written by', ?)", (name,))
+        line.send(("inside", os.getpid()))
+        os.kill(os.getpid(), signal.SIGSTOP)
+    line.send(("on again", os.getpid()))
+    store.close()
+
+
+def hold_a_write(path: Path, line: Connection) -> None:
+    """Take gate and lock in the proper way, and keep them until a word comes."""
+    store = Store(path, SystemClock())
+    with store.database.write() as tx:
+        tx.execute("INSERT INTO meta VALUES ('k', 'v')")
+        line.send("inside")
+        line.recv()
+    store.close()
+    line.send("out")
+
+
+def try_to_lock(path: Path, line: Connection) -> None:
+    """Tell, for each word, whether a stranger could take the write lock right now."""
+    connection = apsw.Connection(str(path))
+    while line.recv():
+        try:
+            connection.execute("BEGIN IMMEDIATE")
+        except apsw.BusyError:
+            line.send("busy")
+        else:
+            connection.execute("ROLLBACK")
+            line.send("free")
+    connection.close()
