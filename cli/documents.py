@@ -6,7 +6,9 @@ import json
 import os
 import stat
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -132,11 +134,26 @@ def _read_file(file: str) -> bytes:
 
 def compile_file(file: str, given: dict[str, Any]) -> tuple[LoadedDocument, Plan]:
     """Load and compile one workflow file with the inputs of the command line. Raises `DocumentError`."""
-    from agentctl.coordinator.compiler import compile_workflow
-    from agentctl.coordinator.definition import load_workflow
+    with _without_plugins():
+        from agentctl.coordinator.compiler import compile_workflow
+        from agentctl.coordinator.definition import load_workflow
 
     document = load_workflow(Path(file))
     return document, compile_workflow(document, inputs=given)
+
+
+@contextmanager
+def _without_plugins() -> Iterator[None]:
+    """Import pydantic without its search for plugins, which reads the metadata of every installed package."""
+    name = "PYDANTIC_DISABLE_PLUGINS"
+    if name in os.environ:
+        yield
+        return
+    os.environ[name] = "__all__"
+    try:
+        yield
+    finally:
+        del os.environ[name]
 
 
 @click.command(cls=Verb)
@@ -184,7 +201,7 @@ def check(
         }
         noun = "task" if data["tasks"] == 1 else "tasks"
         text = f"{clean(file)}: ok, workflow {clean(plan.workflow_name)}, {data['tasks']} {noun}"
-        printer.result("CheckResult", data, lambda out, text=text: out.line(text), document.warnings)  # type: ignore[misc]
+        printer.result("CheckResult", data, partial(Printer.line, text=text), document.warnings)
     if wrong:
         context.exit(2)
 
@@ -197,9 +214,9 @@ def plan(
     settings: Settings, file: str, pairs: tuple[str, ...], inputs_text: str | None, inputs_file: str | None
 ) -> None:
     """Show the compiled plan of a workflow file: tasks in order with what they need."""
+    document, compiled = compile_file(file, read_inputs(pairs, inputs_text, inputs_file))
     from agentctl.coordinator.plan import plan_as_json
 
-    document, compiled = compile_file(file, read_inputs(pairs, inputs_text, inputs_file))
     warn_findings(settings, document.warnings)
 
     def human(out: Printer) -> None:
@@ -235,7 +252,8 @@ def _few(names: Sequence[str]) -> str:
 @pass_settings
 def schema(settings: Settings, target: str | None) -> None:
     """Print the JSON Schema (Draft 2020-12) of workflow files, for editors."""
-    from agentctl.coordinator.definition import document_schema
+    with _without_plugins():
+        from agentctl.coordinator.definition import document_schema
 
     data = document_schema()
     text = json.dumps(data, ensure_ascii=False, indent=2) + "\n"

@@ -10,6 +10,7 @@ click, 70 for an internal error, 130 after an interrupt, 141 when the reader of 
 from __future__ import annotations
 
 import os
+import signal
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -188,9 +189,9 @@ class _Program(VerbGroup):
 
 def _show_version(context: click.Context, parameter: click.Parameter, value: bool) -> None:
     if value and not context.resilient_parsing:
-        from .misc import own_version
+        from agentctl.store.version import VERSION
 
-        click.echo(f"{PROGRAM} {own_version()}")
+        click.echo(f"{PROGRAM} {VERSION}")
         context.exit()
 
 
@@ -212,8 +213,10 @@ def run(arguments: Sequence[str] | None = None) -> None:
         # Backslashes for what UTF-8 cannot carry: the result is readable, and valid inside of JSON.
         if stream is not None and hasattr(stream, "reconfigure"):
             stream.reconfigure(encoding="utf-8", errors="backslashreplace")
-    code = _end_output(_execute(given))
-    sys.exit(code)
+    code = _execute(given)
+    # All has been said; an interrupt while the interpreter ends would only make noise.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    sys.exit(_end_output(code))
 
 
 def _execute(given: list[str]) -> int:

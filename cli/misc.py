@@ -8,16 +8,6 @@ from .main import COMPLETE_VARIABLE, PROGRAM, Settings, Verb, pass_settings, pro
 from .render import Printer
 
 
-def own_version() -> str:
-    """The version of the installed package."""
-    from importlib.metadata import PackageNotFoundError, version
-
-    try:
-        return version("agentctl")
-    except PackageNotFoundError:
-        return "unknown"
-
-
 @click.command(cls=Verb)
 @pass_settings
 def version(settings: Settings) -> None:
@@ -26,9 +16,10 @@ def version(settings: Settings) -> None:
 
     import apsw
     from agentctl.store.migrate import LATEST
+    from agentctl.store.version import VERSION
 
     data = {
-        "version": own_version(),
+        "version": VERSION,
         "databaseSchema": LATEST,
         "python": platform.python_version(),
         "sqlite": apsw.sqlite_lib_version(),

@@ -7,6 +7,7 @@ foreground `run` goes on when its stdout is lost; its exit code always tells how
 from __future__ import annotations
 
 import json
+import logging
 from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
 from pathlib import Path
@@ -39,6 +40,8 @@ if TYPE_CHECKING:
     from agentctl.coordinator.submission import Submission
     from agentctl.store.engine import Store
     from agentctl.store.views import Views
+
+log = logging.getLogger(__name__)
 
 EXIT_BY_STATE = {"succeeded": 0, "paused": 3, "failed": 4, "running": 4, "cancelled": EXIT_INTERRUPTED}
 """Contract 4.10."""
@@ -182,7 +185,8 @@ def run(
         submission, store = _submit(settings, prepared, priority=priority, key=idempotency_key)
     with closing(store):
         plan = prepared[1] if submission.created else None
-        context.exit(_foreground(settings, store, submission.run_id, resume=False, workers=workers, plan=plan))
+        word = "started" if submission.created else "is the run of this key"
+        context.exit(_foreground(settings, store, submission.run_id, word, workers=workers, plan=plan))
 
 
 @contextmanager
@@ -286,7 +290,7 @@ def resume(context: click.Context, settings: Settings, run_name: str, workers: i
                 remedy=f"`agentctl inspect {run_id}` shows what happened",
                 run_id=run_id,
             )
-        context.exit(_foreground(settings, store, run_id, resume=True, workers=workers))
+        context.exit(_foreground(settings, store, run_id, "resumed", resume=True, workers=workers))
 
 
 # -- follow ------------------------------------------------------------------------------------------------------
@@ -334,6 +338,14 @@ class _Follower:
         """Whether the reader of stdout is gone."""
         return self._lost
 
+    def tick_or_rest(self) -> None:
+        """`tick` for a run that is driven here: whatever goes wrong with the display, the run does not end for it."""
+        try:
+            self.tick()
+        except Exception as error:
+            self._lost = True
+            log.warning("progress is not shown any more: %s", error)
+
     def status_line(self) -> None:
         """One RunStatus as a line, if it differs from the last one."""
         text = envelope("RunStatus", self._views.status(self._run_id))
@@ -355,7 +367,14 @@ class _Follower:
 
 
 def _foreground(
-    settings: Settings, store: Store, run_id: str, *, resume: bool, workers: int | None, plan: Plan | None = None
+    settings: Settings,
+    store: Store,
+    run_id: str,
+    word: str,
+    *,
+    resume: bool = False,
+    workers: int | None,
+    plan: Plan | None = None,
 ) -> int:
     import signal
 
@@ -369,12 +388,13 @@ def _foreground(
             if not settings.json:
                 begun = views_of(store).progress(run_id)
                 noun = "task" if begun["taskCount"] == 1 else "tasks"
-                verb = "resumed" if resume else "started"
-                printer.line(f"{run_id} {verb}: {clean(begun['workflow'])}, {begun['taskCount']} {noun}")
+                printer.line(f"{run_id} {word}: {clean(begun['workflow'])}, {begun['taskCount']} {noun}")
         except OSError:
             give_up_stdout()
         follower = _Follower(printer, store, run_id, progress_for(printer), at_once=settings.output == "jsonl")
-        run_in_foreground(settings.database, run_id, resume=resume, workers=workers, on_change=follower.tick, plan=plan)
+        run_in_foreground(
+            settings.database, run_id, resume=resume, workers=workers, on_change=follower.tick_or_rest, plan=plan
+        )
     except KeyboardInterrupt:
         # The signal came before the foreground obeyed signals. A run that was only to be resumed stays as it was.
         if resume:

@@ -492,13 +492,13 @@ def _unmet(tx: Connection, run: Run, task_ids: Sequence[str]) -> dict[str, tuple
     """(why, detail) of pending tasks whose needs, or whose earlier users of memory, have not ended."""
     if not task_ids:
         return {}
-    # SQLite parses the plan once per statement and hands out two small parts of each task: a plan can be large.
+    # One pass of SQLite over the plan, which can be large: only the wanted tasks become text, and of them two parts.
     plan: dict[str, tuple[list[str], list[int]]] = {}
     for task_id, needs, after in tx.execute(
-        "SELECT w.value, json_extract(d.plan_json, '$.tasks.\"' || w.value || '\".needs'), "
-        "json_extract(d.plan_json, '$.tasks.\"' || w.value || '\".memoryAfter') "
-        "FROM run_documents d, json_each(?) w WHERE d.run_id = ?",
-        (json.dumps(list(task_ids)), run.run_id),
+        "SELECT e.key, json_extract(e.value, '$.needs'), json_extract(e.value, '$.memoryAfter') "
+        "FROM run_documents d, json_each(d.plan_json, '$.tasks') e "
+        "WHERE d.run_id = ? AND e.key IN (SELECT value FROM json_each(?))",
+        (run.run_id, json.dumps(list(task_ids))),
     ):
         plan[task_id] = (_value(needs) or [], _value(after) or [])
     open_needs = {

@@ -120,8 +120,8 @@ def test_a_signal_at_any_moment_leaves_no_run_to_nobody(cli: Any) -> None:
         CLOCK.sleep(0.05 + 0.06 * round)
         process.send_signal(signal.SIGINT)
         _, err = process.communicate(timeout=30)
-        # The interpreter itself reports an interrupt of its own start; nothing of ours has run then.
-        assert process.returncode == 130 or "init_import_site" in err, err
+        # An interpreter that is interrupted in its own start dies of it, or reports it; nothing of ours has run then.
+        assert process.returncode in (130, -signal.SIGINT) or "init_import_site" in err, err
     if cli.database.exists():
         runs = cli.json("runs", "list").data["runs"]
         assert {run["state"] for run in runs} <= {"cancelled"}
