@@ -224,7 +224,7 @@ class Coordinator:
             until = min(until, (min(timers) - self._clock.now()) / 1000)
         return max(0.0, until)
 
-    def wait(self, extra: Sequence[int] = (), at_most: float | None = None) -> list[object]:
+    def wait(self, extra: Sequence[int] = (), at_most: float | None = None) -> list[int]:
         """Sleep until somebody calls, a descriptor of `extra` becomes readable, or something is due.
 
         Returns what of `extra` is readable.
@@ -232,11 +232,11 @@ class Coordinator:
         seconds = self.sleep_seconds()
         if at_most is not None:
             seconds = min(seconds, at_most)
-        readable, _, _ = select.select([self.listener, *extra], [], [], seconds)
+        watched: list[int | socket.socket] = [self.listener, *extra]
+        readable, _, _ = select.select(watched, [], [], seconds)
         if self.listener in readable:
             wakeups.drain(self.listener)
-            readable.remove(self.listener)
-        return readable
+        return [item for item in readable if isinstance(item, int)]
 
     def _adopt(self) -> None:
         """Take runs that nobody drives: no driver, a dead one, or one that was silent for lease and grace."""

@@ -22,7 +22,7 @@ from agentctl.store.errors import TaskFault
 from agentctl.store.records import Batch, Event, FinishedAttempt, NewAttempt, Run
 from agentctl.store.states import TASK_FINAL, may_repeat
 
-from .expressions import Scope, TemplateError
+from .expressions import Scope
 from .plan import RetryPolicy
 from .plan_index import PlanIndex
 
@@ -184,7 +184,7 @@ class Scheduler:
                 self._fail(position, fault.as_json(), batch, "running")
             return
         error = loads(done.error_json) if done.error_json else {"code": "failed", "message": "failed"}
-        if done.outcome == "cancelled":
+        if done.outcome == "cancelled" or (done.outcome == "uncertain" and self.stopping == "cancel_requested"):
             batch.closed.append(done.attempt_id)
             self._final(position, "cancelled", None, error, batch, "running")
             return
@@ -198,10 +198,6 @@ class Scheduler:
             if repeatable and done.effect_id is not None:
                 batch.superseded.append(done.effect_id)
                 retryable = True
-            elif self.stopping == "cancel_requested":
-                batch.closed.append(done.attempt_id)
-                self._final(position, "cancelled", None, error, batch, "running")
-                return
             elif self.stopping is None:
                 batch.parked.append(done.attempt_id)
                 batch.waits.append(("waiting_for_effect", None, canonical(error), position))

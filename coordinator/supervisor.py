@@ -232,13 +232,16 @@ class Supervisor:
 def _without_main_module() -> Iterator[None]:
     """Let a spawned child not import the script that started us: a worker needs its entry and nothing else."""
     main = sys.modules["__main__"]
-    hidden = {name: main.__dict__.pop(name) for name in ("__file__", "__spec__") if name in main.__dict__}
-    main.__dict__["__spec__"] = None
+    names_of_main: dict[str, object] = vars(main)
+    hidden: dict[str, object] = {
+        name: names_of_main.pop(name) for name in ("__file__", "__spec__") if name in names_of_main
+    }
+    names_of_main["__spec__"] = None
     try:
         yield
     finally:
-        del main.__dict__["__spec__"]
-        main.__dict__.update(hidden)
+        del names_of_main["__spec__"]
+        names_of_main.update(hidden)
 
 
 def _how(code: int | None) -> str:

@@ -11,7 +11,7 @@ from .records import AUDIT_EVENT_VERSION, CHECKPOINT_FORMAT_VERSION, Event
 
 
 def append(tx: Connection, run_id: str, events: Sequence[Event], *, actor: str, now: int) -> None:
-    """Append audit events. The run's row gives the numbers, so that they have no gaps and one order (architecture 9)."""
+    """Append audit events. The run's row gives the numbers: without gaps, and in one order (architecture 9)."""
     if not events:
         return
     count = len(events)
@@ -60,15 +60,14 @@ def read_chain(tx: Connection, run_id: str) -> list[tuple[int, str, str, int]]:
     """
     chain = []
     previous = ""
-    expected = 0
-    for sequence, version, linked, link, state_json, created_at in tx.execute(
+    rows = tx.execute(
         "SELECT sequence, format_version, previous_checksum, checksum, state_json, created_at FROM checkpoints "
         "WHERE run_id = ? ORDER BY sequence",
         (run_id,),
-    ):
+    )
+    for expected, (sequence, version, linked, link, state_json, created_at) in enumerate(rows, 1):
         if version > CHECKPOINT_FORMAT_VERSION:
             raise IncompatibleVersion(f"checkpoint {sequence} of {run_id} has format {version}; upgrade agentctl")
-        expected += 1
         if sequence != expected or linked != previous or checksum(previous, state_json) != link:
             raise CorruptStore(f"checkpoint {sequence} of {run_id} does not continue the chain")
         previous = link

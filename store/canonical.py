@@ -4,8 +4,8 @@ One rule for the whole system (contract, table row 17): keys sorted by code poin
 NaN or Infinity, lone surrogates refused. Numbers keep their kind: `1`, `1.0` and `-0.0` are three different values
 with three different digests, in every process.
 
-There are three digest styles, and they are never mixed (contract 5.1): bare hex (effect ids, effect inputs, workflow and
-plan), `sha256:v1:` + hex (fingerprints, inputs, outputs, deltas, contexts) and `sha256:` + hex (artifact bytes).
+There are three digest styles, and they are never mixed (contract 5.1): bare hex (effect ids, effect inputs, workflow
+and plan), `sha256:v1:` + hex (fingerprints, inputs, outputs, deltas, contexts) and `sha256:` + hex (artifact bytes).
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import Any, TypeAlias
 
 from .errors import TaskFault
 
-Json: TypeAlias = "None | bool | int | float | str | list[Any] | dict[str, Any]"
+Json: TypeAlias = "bool | int | float | str | list[Any] | dict[str, Any] | None"
 
 MAX_DEPTH = 64
 """Deepest nesting of JSON that comes from outside (process output, inputs)."""

@@ -1,10 +1,10 @@
-"""The batch commit: what a driver has decided becomes history in one transaction (architecture 5). Takes the transaction."""
+"""The batch commit: what a driver has decided becomes history in one transaction (architecture 5)."""
 
 from __future__ import annotations
 
 from . import audit, runs, task_queue
 from .canonical import canonical
-from .database import Connection
+from .database import Connection, all_rows
 from .errors import ConflictError, RunMoved
 from .records import Batch, Event, Run
 from .states import RUN_FINAL
@@ -102,21 +102,23 @@ def _stop(tx: Connection, run: Run, batch: Batch, *, reason: str, now: int) -> l
     )
     error = canonical({"code": reason, "message": f"not executed: {reason}", "retryable": False})
     ended: list[tuple[int, str, int, str]] = []
-    for task_no, task_id, attempt in tx.execute(
+    unresolved = tx.execute(
         "UPDATE tasks SET state = 'failed', ended_at = ?, updated_at = ? "
         "WHERE task_no BETWEEN ? AND ? AND state = 'waiting_for_effect' AND ? <> 'cancel_requested' "
         "RETURNING task_no, task_id, attempt",
         (now, now, first, last, reason),
-    ).fetchall():
+    )
+    for task_no, task_id, attempt in all_rows(unresolved):
         ended.append((task_no - first, "failed", attempt, "uncertain_effect"))
         batch.events.append(Event("task.transition", task_id, '{"from":"waiting_for_effect","to":"failed"}'))
-    for task_no, task_id, attempt in tx.execute(
+    untouched = tx.execute(
         "UPDATE tasks SET state = 'cancelled', ended_at = ?, updated_at = ?, retry_at = NULL, "
         "error_json = COALESCE(error_json, ?) "
         "WHERE task_no BETWEEN ? AND ? AND ended_at IS NULL AND state <> 'running' "
         "RETURNING task_no, task_id, attempt",
         (now, now, error, first, last),
-    ).fetchall():
+    )
+    for task_no, task_id, attempt in all_rows(untouched):
         ended.append((task_no - first, "cancelled", attempt, reason))
         batch.events.append(Event("task.transition", task_id, f'{{"reason":{canonical(reason)},"to":"cancelled"}}'))
     ended.sort()

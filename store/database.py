@@ -19,6 +19,7 @@ import threading
 from collections.abc import Callable
 from pathlib import Path
 from types import TracebackType
+from typing import Any
 
 import apsw
 
@@ -289,7 +290,7 @@ class Database:
             raise
 
     def _begin_behind_foreigner(self) -> None:
-        """A process outside the gate (a shell, a backup) has the lock. Ask again until it is gone: it costs time only."""
+        """A process outside the gate (a shell, a backup) has the lock. Ask until it is gone: that costs only time."""
         from tenacity import Retrying, retry_if_exception_type, wait_fixed
 
         for attempt in Retrying(
@@ -332,7 +333,7 @@ def translate(error: apsw.Error, path: Path) -> AgentctlError:
 
 
 def _is_failed_sync(error: apsw.IOError) -> bool:
-    return error.extendedresult in (apsw.SQLITE_IOERR_FSYNC, apsw.SQLITE_IOERR_DIR_FSYNC)
+    return getattr(error, "extendedresult", 0) in (apsw.SQLITE_IOERR_FSYNC, apsw.SQLITE_IOERR_DIR_FSYNC)
 
 
 def _sync_failed(path: Path, reason: str | None) -> SyncFailed:
@@ -428,3 +429,8 @@ def _scalar(connection: Connection, sql: str) -> object:
 def _pragma(connection: Connection, name: str) -> int:
     value = _scalar(connection, f"PRAGMA {name}")
     return value if isinstance(value, int) else 0
+
+
+def all_rows(cursor: apsw.Cursor) -> list[Any]:
+    """Every row of a statement, as tuples whose types the statement knows."""
+    return cursor.fetchall()

@@ -118,7 +118,7 @@ def start(
 
 
 def end(tx: Connection, run_id: str, task_id: str, finish: EffectEnd, *, now: int) -> Event:
-    """Record how a dispatch ended (see `EffectEnd`) and settle its budget. The row must be `started`: a guarded update."""
+    """Record how a dispatch ended (see `EffectEnd`) and settle its budget; guarded: the row must be `started`."""
     if finish.status == "lost":
         return back_to_requested(tx, finish.effect_id, task_id, reason="ended before it was done")
     if finish.status in ("requested", "cancelled"):

@@ -15,7 +15,7 @@ from pathlib import Path
 
 from . import audit, commits, effects, process_identity, processes, runs, task_queue
 from .clock import Clock
-from .database import Database
+from .database import Connection, Database
 from .errors import NotFoundError
 from .records import (
     AttemptEnd,
@@ -83,7 +83,7 @@ class Store:
     def _end_stuck(self, pid: int) -> str | None:
         """Kill `pid`, which holds the gate without end, if it is one of this database's processes (architecture 6).
 
-        Only one that is stopped: one that runs waits itself, for the lock of a program outside the gate or for the disk.
+        Only one that is stopped: one that runs waits itself, for a program outside the gate or for the disk.
         """
         identity = process_identity.of(pid)
         stat = process_identity.read_stat(pid)
@@ -255,7 +255,7 @@ class Store:
     def start_effect(
         self, fence: Fence, request: EffectRequest, *, previous: EffectEnd | None, task_id: str
     ) -> StartedEffect | RecordedEffect | StartRefused:
-        """Record the end of the previous effect and start the next one, in one transaction. Durable: dispatch may follow.
+        """Record the end of the previous effect and start the next one, in one transaction; durable, so dispatch may follow.
 
         Raises `LeaseLost`, `ConflictError` (see `effects.start`) and `SyncFailed`, after which nothing is dispatched.
         """
@@ -302,7 +302,7 @@ class Store:
 
     def _claim(
         self,
-        tx: commits.Connection,
+        tx: Connection,
         holder: str,
         only_run: str | None,
         lease_ms: int,

@@ -12,12 +12,18 @@ from pathlib import Path
 from .errors import EnvironmentFault
 
 LOCAL = frozenset(
-    "ext2 ext3 ext4 xfs btrfs zfs f2fs jfs reiserfs bcachefs tmpfs ramfs overlay overlayfs aufs ubifs nilfs2 "
-    "vfat exfat ntfs ntfs3 fuseblk apfs hfs ufs".split()
+    {
+        *("ext2", "ext3", "ext4", "xfs", "btrfs", "zfs", "f2fs", "jfs", "reiserfs", "bcachefs", "ubifs", "nilfs2"),
+        *("tmpfs", "ramfs", "overlay", "overlayfs", "aufs"),
+        *("vfat", "exfat", "ntfs", "ntfs3", "fuseblk", "apfs", "hfs", "ufs"),
+    }
 )
 NETWORK = frozenset(
-    "nfs nfs4 cifs smb smb3 smbfs 9p v9fs afs ceph fuse.ceph glusterfs fuse.glusterfs lustre gpfs beegfs orangefs "
-    "fuse.sshfs sshfs fuse.s3fs fuse.rclone fuse.gcsfuse virtiofs vboxsf davfs fuse.davfs2 ncpfs coda ocfs2".split()
+    {
+        *("nfs", "nfs4", "cifs", "smb", "smb3", "smbfs", "9p", "v9fs", "afs", "ncpfs", "coda", "ocfs2", "davfs"),
+        *("ceph", "glusterfs", "lustre", "gpfs", "beegfs", "orangefs", "virtiofs", "vboxsf", "sshfs"),
+        *("fuse.ceph", "fuse.glusterfs", "fuse.sshfs", "fuse.s3fs", "fuse.rclone", "fuse.gcsfuse", "fuse.davfs2"),
+    }
 )
 OVERRIDE = "AGENTCTL_FILESYSTEM_TYPE"
 

@@ -9,7 +9,7 @@ kills it; SQLite then rolls its transaction back.
 
 from __future__ import annotations
 
-import _signal
+import _signal  # type: ignore[import-not-found]
 import fcntl
 import logging
 import os

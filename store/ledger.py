@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 
-from .database import Connection
+from .database import Connection, all_rows
 
 ORDER = (
     "providerRequests",
@@ -120,22 +120,26 @@ def release(tx: Connection, run_id: str, reservation_id: str, dispatch: int) -> 
 
 def charge_lost(tx: Connection, run_id: str, reservation_id: str, dispatch: int) -> None:
     """A lost dispatch of an effect that is sent again: its whole estimate counts as used (architecture 4)."""
-    held = dict(
-        tx.execute(
-            "SELECT dimension, units FROM budget_reservations "
-            "WHERE run_id = ? AND reservation_id = ? AND dispatch = ? AND state = 'open'",
-            (run_id, reservation_id, dispatch),
-        ).fetchall()
+    held: dict[str, int] = dict(
+        all_rows(
+            tx.execute(
+                "SELECT dimension, units FROM budget_reservations "
+                "WHERE run_id = ? AND reservation_id = ? AND dispatch = ? AND state = 'open'",
+                (run_id, reservation_id, dispatch),
+            )
+        )
     )
     _settle(tx, run_id, reservation_id, dispatch, held)
 
 
 def _close(tx: Connection, run_id: str, reservation_id: str, dispatch: int, state: str) -> list[tuple[str, int]]:
-    return tx.execute(
-        "UPDATE budget_reservations SET state = ? "
-        "WHERE run_id = ? AND reservation_id = ? AND dispatch = ? AND state = 'open' RETURNING dimension, units",
-        (state, run_id, reservation_id, dispatch),
-    ).fetchall()
+    return all_rows(
+        tx.execute(
+            "UPDATE budget_reservations SET state = ? "
+            "WHERE run_id = ? AND reservation_id = ? AND dispatch = ? AND state = 'open' RETURNING dimension, units",
+            (state, run_id, reservation_id, dispatch),
+        )
+    )
 
 
 def as_json(tx: Connection, run_id: str) -> dict[str, object]:

@@ -27,8 +27,8 @@ EFFECT_MARKER: Final = "AGENTCTL_EFFECT_ID"
 
 HOLDER_MARKER: Final = "AGENTCTL_WORKER_ID"
 """Name of the variable that says which worker started an effect process. An effect id outlives its worker (the next
-delivery dispatches under the same id), so who clears up after a dead worker goes by this one: a second rescuer that comes
-late must not hit what a new holder has started."""
+delivery dispatches under the same id), so who clears up after a dead worker goes by this one: a second rescuer that
+comes late must not hit what a new holder has started."""
 
 _HAS_PROC: Final = os.access("/proc/self/stat", os.R_OK)
 _TEXT_SEPARATOR: Final = " "

@@ -1,4 +1,4 @@
-"""Who works on the database: one row per process, with its identity and its heartbeat. Functions take the transaction."""
+"""Who works on the database: one row per process, with its identity and its heartbeat."""
 
 from __future__ import annotations
 

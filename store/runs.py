@@ -341,7 +341,8 @@ def request_cancel(tx: Connection, run_id: str, *, reason: str, actor: str, now:
 def stop_signals(tx: Connection, run_id: str) -> tuple[bool, bool, int | None]:
     """(cancel requested, pause requested, deadline) of a run; what a busy worker asks every 100 ms."""
     row = tx.execute(
-        "SELECT cancel_requested_at IS NOT NULL, pause_requested_at IS NOT NULL, deadline_at FROM runs WHERE run_id = ?",
+        "SELECT cancel_requested_at IS NOT NULL, pause_requested_at IS NOT NULL, deadline_at "
+        "FROM runs WHERE run_id = ?",
         (run_id,),
     ).fetchone()
     return (bool(row[0]), bool(row[1]), row[2]) if row else (True, False, None)

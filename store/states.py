@@ -1,6 +1,6 @@
 """States and their one table of moves (contract 4.1 and row 23 of the table). Pure.
 
-SQL guards, the documents in `ops/states.md` and the tests are derived from `TASK_MOVES`, `RUN_MOVES` and `EFFECT_MOVES`.
+The documents and the tests are derived from `TASK_MOVES`, `RUN_MOVES` and `EFFECT_MOVES`.
 """
 
 from __future__ import annotations

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Sequence
 
 from . import audit, effects
 from .canonical import canonical
-from .database import Connection
+from .database import Connection, all_rows
 from .errors import LeaseLost
 from .records import (
     EFFECT_FORMAT_VERSION,
@@ -210,28 +210,32 @@ def runs_with_finished(tx: Connection) -> list[str]:
 
 def claims_of(tx: Connection, holders: Iterable[str]) -> list[tuple[int, int, str, str, int]]:
     """(attempt, delivery, holder, run, lease end) of everything that these processes hold."""
-    found = []
+    found: list[tuple[int, int, str, str, int]] = []
     for holder in holders:
         found.extend(
-            tx.execute(
-                "SELECT attempt_id, delivery, holder, run_id, lease_expires_at FROM attempts "
-                "WHERE holder = ? AND state = 'claimed'",
-                (holder,),
-            ).fetchall()
+            all_rows(
+                tx.execute(
+                    "SELECT attempt_id, delivery, holder, run_id, lease_expires_at FROM attempts "
+                    "WHERE holder = ? AND state = 'claimed'",
+                    (holder,),
+                )
+            )
         )
     return found
 
 
 def all_claims(tx: Connection) -> list[tuple[int, int, str, str, int]]:
     """(attempt, delivery, holder, run, lease end) of every claimed attempt."""
-    return tx.execute(
-        "SELECT attempt_id, delivery, holder, run_id, lease_expires_at FROM attempts WHERE state = 'claimed'"
-    ).fetchall()
+    return all_rows(
+        tx.execute(
+            "SELECT attempt_id, delivery, holder, run_id, lease_expires_at FROM attempts WHERE state = 'claimed'"
+        )
+    )
 
 
 def started_effects(tx: Connection, attempt_ids: Iterable[int]) -> list[str]:
     """Effects in flight of these attempts: their processes carry the ids as a marker."""
-    found = []
+    found: list[str] = []
     for attempt_id in attempt_ids:
         found.extend(
             row[0]
@@ -266,10 +270,12 @@ def rescue(
     run_id, task_no, task_id, lost, lost_effects, max_deliveries = row
     events: list[Event] = []
     blocked: str | None = None
-    started = tx.execute(
-        "SELECT effect_id, effect_class, idempotency FROM effects WHERE attempt_id = ? AND status = 'started'",
-        (attempt_id,),
-    ).fetchall()
+    started = all_rows(
+        tx.execute(
+            "SELECT effect_id, effect_class, idempotency FROM effects WHERE attempt_id = ? AND status = 'started'",
+            (attempt_id,),
+        )
+    )
     confirmed = tx.execute(
         "SELECT COUNT(*) FROM effects WHERE attempt_id = ? AND status = 'succeeded'", (attempt_id,)
     ).fetchone()

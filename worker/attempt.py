@@ -85,8 +85,8 @@ class AttemptRunner:
         except TaskFault as fault:
             return Ending(AttemptEnd("failed", error_json=canonical(fault.as_json())))
         except ConflictError as error:
-            fault = TaskFault("effect_identity_changed", error.message)
-            return Ending(AttemptEnd("failed", error_json=canonical(fault.as_json())))
+            changed = TaskFault("effect_identity_changed", error.message)
+            return Ending(AttemptEnd("failed", error_json=canonical(changed.as_json())))
 
     def _work(self, claim: Claim) -> Work:
         settings = self._settings(claim.run_id)

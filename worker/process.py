@@ -12,6 +12,7 @@ import logging
 import os
 import select
 import signal
+import socket
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
@@ -214,7 +215,7 @@ class Worker:
             self._store.set_process_state(self._config.process_id, "idle", durable=True)
             if self._store.has_ready(self._config.only_run):
                 return True
-        watched: list[object] = [self._listener, self._self_pipe[0]]
+        watched: list[int | socket.socket] = [self._listener, self._self_pipe[0]]
         if self._parent is not None:
             watched.append(self._parent)
         now = self._clock.monotonic()
