@@ -52,6 +52,9 @@ POLL_SECONDS = 0.05
 LOOK_SECONDS = 1.0
 """How often it looks at the run all the same: for the death of a driver, which changes no row."""
 
+LINE_SECONDS = 0.25
+"""How often a changed RunStatus is printed as a JSON line, at most."""
+
 ACTOR = "cli-user"
 MAX_KEY = 256
 SHOWN_FAILURES = 10
@@ -322,7 +325,7 @@ class _Follower:
         try:
             if self._printer.settings.output == "jsonl":
                 self.status_line()
-                interval = 1.0
+                interval = LINE_SECONDS
             else:
                 interval = self._progress.interval
                 if not self._printer.settings.json:

@@ -247,7 +247,7 @@ def test_watch_and_cancel_from_other_shells(cli: Any, pool: Any) -> None:
     out, err = watching.communicate(timeout=30)
     assert (watching.returncode, err) == (130, "")
     lines = [json.loads(line) for line in out.splitlines()]
-    assert len(lines) >= 3
+    assert len(lines) >= 2
     assert [line["kind"] for line in lines[:-1]] == ["RunStatus"] * (len(lines) - 1)
     assert lines[0]["data"]["state"] == "running"
     assert lines[-1]["kind"] == "RunOutcome"
