@@ -72,4 +72,9 @@ def read_chain(tx: Connection, run_id: str) -> list[tuple[int, str, str, int]]:
             raise CorruptStore(f"checkpoint {sequence} of {run_id} does not continue the chain")
         previous = link
         chain.append((sequence, state_json, link, created_at))
+    head = tx.execute(
+        "SELECT checkpoint_sequence, checkpoint_checksum FROM runs WHERE run_id = ?", (run_id,)
+    ).fetchone()
+    if head is not None and (head[0], head[1]) != (len(chain), previous):
+        raise CorruptStore(f"the chain of {run_id} ends at checkpoint {len(chain)}, not at {head[0]} as its run says")
     return chain

@@ -99,6 +99,11 @@ class Database:
             )
         with _opening:
             self._connect(cache_kib, vfs, end_stuck)
+        try:
+            self._record_statement()
+        except BaseException:
+            self.close()
+            raise
 
     # -- opening ---------------------------------------------------------------------------------------------------
 
@@ -125,9 +130,12 @@ class Database:
         _open_here[key] = _open_here.get(key, 0) + 1
         self._key = key
         try:
+            # Until we know that the file is ours, closing it must not write anything back from its WAL.
+            self.connection.config(apsw.SQLITE_DBCONFIG_NO_CKPT_ON_CLOSE, 1)
             self.connection.execute(f"PRAGMA cache_size = -{int(cache_kib)}")
             self.connection.execute("PRAGMA foreign_keys = ON")
             self._prepare_schema()
+            self.connection.config(apsw.SQLITE_DBCONFIG_NO_CKPT_ON_CLOSE, 0)
             self.connection.set_wal_hook(self._checkpoint)
             self.connection.execute("PRAGMA journal_size_limit = 16777216")
             self._user_version()
@@ -174,6 +182,21 @@ class Database:
                 remedy="choose another place with --db PATH",
             )
         migrate.refuse_newer(version, self.path)
+
+    def refuse_tables(self) -> None:
+        """Raise `IncompatibleVersion` when a file without a schema of ours has tables; inside a transaction."""
+        tables = _scalar(self.connection, "SELECT COUNT(*) FROM sqlite_master")
+        self._refuse_foreign(_pragma(self.connection, "application_id"), 0, bool(tables))
+
+    def _record_statement(self) -> None:
+        """Keep what somebody has stated about the filesystem, since everything here relies on it."""
+        stated = os.environ.get(filesystem.OVERRIDE)
+        if stated:
+            with self.read() as tx:
+                known = tx.execute("SELECT value FROM meta WHERE key = 'filesystem_type'").fetchone()
+            if known is None or known[0] != stated:
+                with self.write() as tx:
+                    tx.execute("INSERT OR REPLACE INTO meta VALUES ('filesystem_type', ?)", (stated,))
 
     def _prepare_schema(self) -> None:
         version = self._user_version()

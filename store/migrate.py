@@ -63,6 +63,8 @@ def migrate(database: Database) -> None:
                     row = tx.execute("PRAGMA user_version").fetchone()
                     if row is not None and int(row[0]) >= number:
                         continue
+                    if number == 1:
+                        database.refuse_tables()
                     tx.execute(script(number))
                     tx.execute(f"PRAGMA application_id = {APPLICATION_ID}")
                     tx.execute(f"PRAGMA user_version = {number}")

@@ -137,3 +137,22 @@ def try_to_lock(path: Path, line: Connection) -> None:
             connection.execute("ROLLBACK")
             line.send("free")
     connection.close()
+
+
+def open_new(path: Path, run_id: str, barrier: Barrier, out: Connection) -> None:
+    """Make the database, at the same instant as others, and use it."""
+    barrier.wait()
+    store = Store(path, SystemClock(), create=True)
+    store.create_run(new_run(run_id))
+    store.close()
+    out.send("created")
+
+
+def be_newer(path: Path, line: Connection) -> None:
+    """A newer agentctl migrates the database, and stays: nothing is written back from the WAL."""
+    Store(path, SystemClock(), create=True).close()
+    store = Store(path, SystemClock())
+    with store.database.write(durable=True) as tx:
+        tx.execute("PRAGMA user_version = 2")
+    line.send("migrated")
+    line.recv()
