@@ -1,0 +1,407 @@
+"""A model of the store in a few dictionaries, and Hypothesis that drives both through the same verbs.
+
+After every step the tables have to agree with the model, and the rules that hold for ever have to hold: one live
+attempt per task, no effect sent twice unless its contract allows it, what is reserved is what is open, limits hold,
+final states stay, every move is in the tables of moves, and the history has no gap.
+"""
+
+from __future__ import annotations
+
+import shutil
+import tempfile
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import pytest
+from agentctl.store import states
+from agentctl.store.engine import Store
+from agentctl.store.errors import LeaseLost
+from agentctl.store.records import Batch, Claim, EffectEnd, EffectRequest, RecordedEffect, StartedEffect, StartRefused
+from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from support.builders import Driver, Hand, effect_request, new_run
+from support.clock import ManualClock
+from support.rows import check_chains, everything, ledger_line, rows
+from support.scale import repeats
+
+HOLDERS = ("w1", "w2", "w3")
+IDEMPOTENCY = ("pure", "idempotent", "keyed", "at_most_once", "unknown")
+CLASSES = ("observe", "external_mutate", "process_execution")
+ENDS = ("succeeded", "failed", "uncertain", "requested", "cancelled")
+
+
+@dataclass
+class ModelRun:
+    driver: Driver
+    limit: int
+    deliveries: int
+    tasks: list[str]
+    numbers: list[int]
+    cancelled: bool = False
+    ended: bool = False
+    used: int = 0
+    reserved: dict[str, int] = field(default_factory=dict)
+
+
+@dataclass
+class ModelEffect:
+    request: EffectRequest
+    status: str
+    sent: int = 0
+    units: int = 0
+
+    @property
+    def repeatable(self) -> bool:
+        return states.may_repeat(self.request.effect_class, self.request.idempotency)
+
+
+@dataclass
+class ModelAttempt:
+    run: str
+    position: int
+    lost: int = 0
+    confirmed_before: int = 0
+    effects: list[ModelEffect] = field(default_factory=list)
+
+    @property
+    def confirmed(self) -> int:
+        return sum(effect.status == "succeeded" for effect in self.effects)
+
+    @property
+    def in_flight(self) -> ModelEffect | None:
+        return next((effect for effect in self.effects if effect.status == "started"), None)
+
+
+class StoreMachine(RuleBasedStateMachine):
+    @initialize()
+    def open(self) -> None:
+        self.folder = Path(tempfile.mkdtemp(prefix="agentctl-model-"))
+        self.clock = ManualClock()
+        self.store = Store(self.folder / "agentctl.db", self.clock, create=True, sync=lambda: None)
+        self.runs: dict[str, ModelRun] = {}
+        self.attempts: dict[int, ModelAttempt] = {}
+        self.claims: dict[str, Claim] = {}
+        self.late: list[Claim] = []
+        self.seen: dict[tuple[str, object], str] = {}
+
+    def teardown(self) -> None:
+        if hasattr(self, "store"):
+            self.store.close()
+            shutil.rmtree(self.folder)
+
+    # -- runs ------------------------------------------------------------------------------------------------------
+
+    @precondition(lambda self: len(self.runs) < 3)
+    @rule(tasks=st.integers(1, 4), limit=st.integers(0, 6), deliveries=st.integers(1, 3))
+    def create(self, tasks: int, limit: int, deliveries: int) -> None:
+        run_id = f"run-{len(self.runs) + 1}"
+        new = new_run(run_id, tasks, budget_limits={"toolCalls": limit}, max_deliveries=deliveries)
+        assert self.store.create_run(new) == (run_id, True)
+        driver = Driver(self.store, run_id)
+        self.runs[run_id] = ModelRun(driver, limit, deliveries, ["pending"] * tasks, [0] * tasks)
+
+    def open_run(self, pick: int) -> tuple[str, ModelRun] | None:
+        candidates = [(run_id, run) for run_id, run in self.runs.items() if not run.ended]
+        return candidates[pick % len(candidates)] if candidates else None
+
+    @rule(pick=st.integers(0, 5), count=st.integers(1, 3))
+    def enqueue(self, pick: int, count: int) -> None:
+        found = self.open_run(pick)
+        if found is None or found[1].cancelled:
+            return
+        run = found[1]
+        waiting = [n for n, state in enumerate(run.tasks) if state in ("pending", "retry_scheduled")][:count]
+        batch = Batch()
+        for position in waiting:
+            run.driver.add(batch, [position], number=run.numbers[position] + 1)
+            run.tasks[position] = "ready"
+        if waiting:
+            run.driver.write(batch)
+
+    @rule(pick=st.integers(0, 5), retry=st.booleans())
+    def commit(self, pick: int, retry: bool) -> None:
+        found = self.open_run(pick)
+        if found is None:
+            return
+        run = found[1]
+        for done in run.driver.commit(retry=retry and not run.cancelled):
+            state = done.outcome
+            if state == "uncertain":
+                state = "waiting_for_effect"
+            elif state == "failed" and retry and not run.cancelled:
+                state = "retry_scheduled"
+            run.tasks[done.position] = state
+
+    @rule(pick=st.integers(0, 5))
+    def cancel(self, pick: int) -> None:
+        found = self.open_run(pick)
+        if found is not None:
+            assert self.store.request_cancel(found[0], reason="model", actor="x") == (True, "running")
+            found[1].cancelled = True
+
+    @rule(pick=st.integers(0, 5))
+    def stop(self, pick: int) -> None:
+        found = self.open_run(pick)
+        if found is None or not found[1].cancelled:
+            return
+        run_id, run = found
+        run.driver.write(Batch(stop="cancel_requested"))
+        for position, state in enumerate(run.tasks):
+            if state not in states.TASK_FINAL and state != "running":
+                run.tasks[position] = "cancelled"
+                for attempt in self.attempts.values():
+                    if (attempt.run, attempt.position) == (run_id, position):
+                        for effect in attempt.effects:
+                            if effect.status == "requested":
+                                effect.status = "cancelled"
+        if all(state in states.TASK_FINAL for state in run.tasks):
+            run.driver.end("cancelled", "cancel_requested")
+            run.ended = True
+
+    # -- workers ---------------------------------------------------------------------------------------------------
+
+    @rule(holder=st.sampled_from(HOLDERS))
+    def claim(self, holder: str) -> None:
+        if holder in self.claims:
+            return
+        claim = Hand(self.store, holder).claim()
+        ready = [
+            (run_id, position)
+            for run_id, run in self.runs.items()
+            if not run.cancelled and not run.ended
+            for position, state in enumerate(run.tasks)
+            if state == "ready"
+        ]
+        if claim is None:
+            assert ready == []
+            return
+        self.begin(holder, claim, ready)
+
+    def begin(self, holder: str, claim: Claim, ready: list[tuple[str, int]]) -> None:
+        position = int(claim.task_id[1:])
+        assert (claim.run_id, position) in ready
+        assert min(n for run_id, n in ready if run_id == claim.run_id) == position, "compiled order"
+        run = self.runs[claim.run_id]
+        run.tasks[position] = "running"
+        run.numbers[position] = claim.number
+        self.attempts.setdefault(claim.fence.attempt_id, ModelAttempt(claim.run_id, position))
+        self.claims[holder] = claim
+
+    def ended_as(self, attempt: ModelAttempt, how: str) -> EffectEnd | None:
+        """The end of the effect in flight, and what it means in the model."""
+        effect = attempt.in_flight
+        if effect is None:
+            return None
+        run = self.runs[attempt.run]
+        used = effect.units if how in ("succeeded", "failed") else 0
+        if how != "uncertain":
+            run.reserved.pop(effect.request.effect_id)
+            run.used += used
+        if how in ("requested", "cancelled"):
+            effect.sent -= 1
+        effect.status = how
+        return EffectEnd(
+            effect.request.effect_id,
+            how,
+            dispatch=effect.sent + (how in ("requested", "cancelled")),
+            usage={"toolCalls": used} if used else {},
+        )
+
+    @rule(
+        holder=st.sampled_from(HOLDERS),
+        idempotency=st.sampled_from(IDEMPOTENCY),
+        effect_class=st.sampled_from(CLASSES),
+        units=st.integers(0, 3),
+        previous=st.sampled_from(("succeeded", "failed")),
+    )
+    def start(self, holder: str, idempotency: str, effect_class: str, units: int, previous: str) -> None:
+        claim = self.claims.get(holder)
+        if claim is None:
+            return
+        attempt = self.attempts[claim.fence.attempt_id]
+        run = self.runs[attempt.run]
+        end = self.ended_as(attempt, previous)
+        known = next((effect for effect in attempt.effects if effect.status == "requested"), None)
+        if known is None:
+            request = effect_request(
+                claim,
+                ordinal=len(attempt.effects) + 1,
+                idempotency=idempotency,
+                effect_class=effect_class,
+                estimate={"toolCalls": units},
+            )
+            known = ModelEffect(request, "new", units=units)
+        answer = Hand(self.store, holder).start(claim, known.request, end)
+        if run.cancelled:
+            assert answer == StartRefused("cancel_requested")
+        elif run.used + sum(run.reserved.values()) + known.units > run.limit:
+            assert isinstance(answer, StartRefused)
+            assert answer.reason == "budget"
+        else:
+            assert answer == StartedEffect(known.sent + 1)
+            assert known.sent == 0 or known.repeatable, "sent twice against its contract"
+            if known.status == "new":
+                attempt.effects.append(known)
+            known.status = "started"
+            known.sent += 1
+            run.reserved[known.request.effect_id] = known.units
+
+    @rule(holder=st.sampled_from(HOLDERS))
+    def ask_again(self, holder: str) -> None:
+        """What has ended before is remembered."""
+        claim = self.claims.get(holder)
+        if claim is None:
+            return
+        for effect in self.attempts[claim.fence.attempt_id].effects:
+            if effect.status in states.EFFECT_FINAL:
+                answer = Hand(self.store, holder).start(claim, effect.request)
+                assert isinstance(answer, RecordedEffect)
+                assert answer.status == effect.status
+
+    @rule(
+        holder=st.sampled_from(HOLDERS),
+        outcome=st.sampled_from(("succeeded", "failed", "cancelled")),
+        how=st.sampled_from(("succeeded", "failed", "cancelled")),
+        further=st.booleans(),
+    )
+    def finish(self, holder: str, outcome: str, how: str, further: bool) -> None:
+        claim = self.claims.pop(holder, None)
+        if claim is None:
+            return
+        end = self.ended_as(self.attempts[claim.fence.attempt_id], how)
+        following = Hand(self.store, holder).finish(claim, outcome, effect=end, next_claim=further)
+        self.late.append(claim)
+        if following is not None:
+            ready = [
+                (run_id, position)
+                for run_id, run in self.runs.items()
+                if not run.cancelled and not run.ended
+                for position, state in enumerate(run.tasks)
+                if state == "ready"
+            ]
+            self.begin(holder, following, ready)
+
+    @rule(holder=st.sampled_from(HOLDERS), how=st.sampled_from(("succeeded", "failed", "requested")))
+    def release(self, holder: str, how: str) -> None:
+        claim = self.claims.pop(holder, None)
+        if claim is None:
+            return
+        attempt = self.attempts[claim.fence.attempt_id]
+        self.store.release(claim, effect=self.ended_as(attempt, how), reason="drain")
+        attempt.confirmed_before = attempt.confirmed
+        self.runs[attempt.run].tasks[attempt.position] = "ready"
+        self.late.append(claim)
+
+    @rule(holder=st.sampled_from(HOLDERS), alive=st.booleans())
+    def die(self, holder: str, alive: bool) -> None:
+        claim = self.claims.pop(holder, None)
+        if claim is None:
+            return
+        self.late.append(claim)
+        attempt = self.attempts[claim.fence.attempt_id]
+        run = self.runs[attempt.run]
+        effect = attempt.in_flight
+        if attempt.confirmed <= attempt.confirmed_before:
+            attempt.lost += 1
+        if effect is not None and (alive or not effect.repeatable):
+            expected = "uncertain"
+            effect.status = "uncertain"
+        else:
+            if effect is not None:
+                effect.status = "requested"
+                run.used += run.reserved.pop(effect.request.effect_id)
+            expected = "worker_lost" if attempt.lost >= run.deliveries else "ready"
+        [outcome] = self.store.rescue(
+            [(claim.fence.attempt_id, claim.fence.delivery)],
+            dead=[],
+            why="the model says so",
+            actor="rescuer",
+            holder_may_live=alive,
+        )
+        assert outcome == expected
+        if expected == "ready":
+            attempt.confirmed_before = attempt.confirmed
+            run.tasks[attempt.position] = "ready"
+
+    @precondition(lambda self: self.late)
+    @rule(pick=st.integers(0, 20), verb=st.sampled_from(("finish", "start", "release", "rescue")))
+    def act_too_late(self, pick: int, verb: str) -> None:
+        claim = self.late[pick % len(self.late)]
+        hand = Hand(self.store, claim.fence.holder)
+        before = everything(self.store)
+        if verb == "rescue":
+            fence = claim.fence
+            assert self.store.rescue([(fence.attempt_id, fence.delivery)], dead=[], why="x", actor="x") == []
+        else:
+            with pytest.raises(LeaseLost):
+                if verb == "finish":
+                    hand.finish(claim, next_claim=True)
+                elif verb == "start":
+                    hand.start(claim, effect_request(claim, ordinal=9))
+                else:
+                    self.store.release(claim, effect=None, reason="late")
+        assert everything(self.store) == before
+
+    @rule(seconds=st.sampled_from((0.001, 1, 3600)))
+    def time_passes(self, seconds: float) -> None:
+        self.clock.advance(seconds)
+
+    # -- what has to hold after every step -------------------------------------------------------------------------
+
+    @invariant()
+    def tables_agree_with_the_model(self) -> None:
+        for run_id, run in self.runs.items():
+            found = rows(self.store, "SELECT state FROM tasks WHERE run_id = ? ORDER BY position", run_id)
+            assert [state for (state,) in found] == run.tasks, run_id
+            assert ledger_line(self.store, "toolCalls", run_id) == (run.limit, run.used, sum(run.reserved.values()))
+        recorded = dict(rows(self.store, "SELECT effect_id, status || ' ' || dispatches FROM effects"))
+        modelled = {
+            effect.request.effect_id: f"{effect.status} {effect.sent}"
+            for attempt in self.attempts.values()
+            for effect in attempt.effects
+        }
+        assert recorded == modelled
+
+    @invariant()
+    def one_live_attempt_per_task(self) -> None:
+        sql = "SELECT task_no FROM attempts WHERE state <> 'closed' GROUP BY task_no HAVING COUNT(*) > 1"
+        assert rows(self.store, sql) == []
+
+    @invariant()
+    def reservations_add_up_and_limits_hold(self) -> None:
+        sql = (
+            "SELECT b.reserved, COALESCE((SELECT SUM(units) FROM budget_reservations r WHERE r.run_id = b.run_id "
+            "AND r.dimension = b.dimension AND r.state = 'open'), 0), b.used, b.limit_units FROM budget_lines b"
+        )
+        for reserved, held, used, limit in rows(self.store, sql):
+            assert reserved == held
+            assert used + reserved <= limit
+
+    @invariant()
+    def nothing_moves_against_the_tables(self) -> None:
+        for kind, moves, sql in (
+            ("run", states.RUN_MOVES, "SELECT run_id, state FROM runs"),
+            ("task", states.TASK_MOVES, "SELECT task_no, state FROM tasks"),
+            ("effect", states.EFFECT_MOVES, "SELECT effect_id, status FROM effects"),
+        ):
+            for name, state in rows(self.store, sql):
+                before = self.seen.get((kind, name), state)
+                # A dispatch that never was is given back and cancelled in one transaction.
+                steps = moves[before] | (moves["requested"] - {"started"} if before == "started" else set())
+                assert state == before or state in steps, f"{kind} {name}: {before} -> {state}"
+                self.seen[(kind, name)] = state
+
+    @invariant()
+    def history_is_whole(self) -> None:
+        check_chains(self.store)
+
+
+StoreMachine.TestCase.settings = settings(
+    max_examples=repeats(400, at_least=40),
+    stateful_step_count=40,
+    deadline=None,
+    suppress_health_check=list(HealthCheck),
+    print_blob=True,
+)
+TestStoreMachine = StoreMachine.TestCase
