@@ -120,7 +120,7 @@ class Database:
                     str(self.path),
                     flags=apsw.SQLITE_OPEN_READWRITE | apsw.SQLITE_OPEN_CREATE,
                     vfs=vfs,
-                    statementcachesize=256,
+                    statementcachesize=512,
                 )
             finally:
                 os.umask(old_umask)

@@ -149,7 +149,7 @@ def end(tx: Connection, run_id: str, task_id: str, finish: EffectEnd, *, now: in
         ),
     )
     _require_one(tx, finish.effect_id)
-    if finish.status != "uncertain":
+    if finish.status != "uncertain" and (finish.reserved or finish.usage):
         ledger.settle(tx, run_id, finish.effect_id, finish.dispatch, finish.usage)
     return Event("effect." + finish.status, task_id, f'{{"effectId":"{finish.effect_id}"}}')
 

@@ -287,13 +287,6 @@ class Store:
             if effect is not None:
                 events.append(effects.end(tx, claim.run_id, claim.task_id, effect, now=now))
             task_queue.finish(tx, claim.fence, end, now=now)
-            events.append(
-                Event(
-                    "attempt.finished",
-                    claim.task_id,
-                    f'{{"attempt":{claim.number},"delivery":{claim.fence.delivery},"outcome":"{end.outcome}"}}',
-                )
-            )
             driver = runs.head(tx, claim.run_id)[2]
             if not next_claim:
                 audit.append(tx, claim.run_id, events, actor=claim.fence.holder, now=now)

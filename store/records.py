@@ -166,7 +166,8 @@ class EffectEnd:
 
     `succeeded`, `failed`, `uncertain` are ends of the effect. The others concern the dispatch only: `requested` (it
     provably never began; the effect may start again), `cancelled` (it provably never began and never will) and `lost`
-    (it was ended half-way, and its contract allows to send it again: it stays charged).
+    (it was ended half-way, and its contract allows to send it again: it stays charged). `usage` is in budget units;
+    `reserved` is false for an effect that estimates none, so that there is nothing to settle.
     """
 
     effect_id: str
@@ -176,6 +177,7 @@ class EffectEnd:
     notes_json: str | None = None
     dispatch: int = 1
     usage: dict[str, int] = field(default_factory=dict)
+    reserved: bool = True
 
 
 @dataclass(frozen=True, slots=True)

@@ -27,7 +27,8 @@ from .records import (
 from .states import may_repeat
 
 _CLAIMABLE_RUN = (
-    "SELECT t.run_id, r.trace_id, r.first_task FROM turns t JOIN runs r USING (run_id) "  # noqa: S608
+    # CROSS JOIN fixes the order: the runs that have a turn, by their turn, and never all runs there ever were.
+    "SELECT t.run_id, r.trace_id FROM turns t CROSS JOIN runs r ON r.run_id = t.run_id "  # noqa: S608
     "WHERE r.state = 'running' AND r.cancel_requested_at IS NULL AND r.pause_requested_at IS NULL "
     f"AND r.runtime_state_version <= {RUNTIME_STATE_VERSION} AND r.plan_format_version <= {PLAN_FORMAT_VERSION} "
     "AND EXISTS (SELECT 1 FROM attempts a WHERE a.run_id = t.run_id AND a.state = 'ready' AND a.hold IS NULL) "
@@ -62,7 +63,7 @@ def claim(
     row = (tx.execute(_NEXT_RUN) if only_run is None else tx.execute(_ONE_RUN, (only_run,))).fetchone()
     if row is None:
         return None
-    run_id, trace_id, _ = row
+    run_id, trace_id = row
     found = tx.execute(
         "SELECT attempt_id, task_no, task_id, number, timeout_ms, input_json, delivery, enqueued_at FROM attempts "
         "WHERE run_id = ? AND state = 'ready' AND hold IS NULL ORDER BY task_no LIMIT 1",
@@ -83,7 +84,12 @@ def claim(
         (number, now, now, task_no),
     )
     if only_run is None:
-        tx.execute("UPDATE turns SET turn = (SELECT MAX(turn) + 1 FROM turns) WHERE run_id = ?", (run_id,))
+        # Alone, a run keeps its turn: nothing to write.
+        tx.execute(
+            "UPDATE turns SET turn = (SELECT MAX(turn) + 1 FROM turns) "
+            "WHERE run_id = ? AND EXISTS (SELECT 1 FROM turns WHERE run_id <> ?)",
+            (run_id, run_id),
+        )
     payload = (
         f'{{"attempt":{number},"delivery":{delivery + 1},"from":"ready","to":"running","worker":{canonical(holder)}}}'
     )

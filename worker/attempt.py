@@ -7,6 +7,7 @@ an `EffectEnd`; the store writes both in one transaction with the next claim.
 from __future__ import annotations
 
 import logging
+import os
 from collections import OrderedDict
 from dataclasses import dataclass
 from typing import Any
@@ -52,6 +53,7 @@ class _RunSettings:
     policy: policies.Policy
     show_diff: bool
     base_path: str
+    workspace: str
 
 
 class AttemptRunner:
@@ -108,6 +110,7 @@ class AttemptRunner:
             policy=settings.policy,
             show_diff=settings.show_diff,
             recorded=recorded,
+            workspace=settings.workspace,
         )
 
     def _settings(self, run_id: str) -> _RunSettings:
@@ -116,7 +119,8 @@ class AttemptRunner:
             text, base_path = self._store.run_settings(run_id)
             data = loads(text)
             policy = policies.Policy.from_json(data["policy"])
-            settings = _RunSettings(data["actions"], policy, bool(data["showDiff"]), base_path)
+            workspace = os.path.realpath(os.path.join(base_path, policy.workspace_root))
+            settings = _RunSettings(data["actions"], policy, bool(data["showDiff"]), base_path, workspace)
             self._known[run_id] = settings
             if len(self._known) > KNOWN_RUNS:
                 self._known.popitem(last=False)
@@ -164,7 +168,9 @@ class AttemptRunner:
         except TaskFault as fault:
             status, error = "failed", fault.as_json()
         if status == "succeeded":
-            end = EffectEnd(name, "succeeded", result_json, None, notes, dispatch, outcome.usage)
+            end = EffectEnd(
+                name, "succeeded", result_json, None, notes, dispatch, outcome.usage, reserved=bool(request.estimate)
+            )
             return Ending(AttemptEnd("succeeded", result_effect=name), end)
         error_json = canonical(error or {"code": "failed", "message": "the effect failed", "retryable": False})
         reason = self._token.reason

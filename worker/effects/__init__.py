@@ -42,7 +42,8 @@ class Work:
     the keys that the task can read; a missing key is absent. `timeout_seconds` is the limit of the attempt.
     `base_path` is the folder that `policy.workspaceRoot` is relative to. `recorded` is the `expectedEffect`
     of an effect row that an earlier delivery of the same attempt requested, else None. `force_effect`: an
-    unchanged `builtin.write` is an effect, too (a compensation run, contract 3).
+    unchanged `builtin.write` is an effect, too (a compensation run, contract 3). `workspace` is the resolved
+    workspace root if the caller knows it already (a worker resolves it once per run).
     """
 
     task_id: str
@@ -57,6 +58,7 @@ class Work:
     show_diff: bool = False
     recorded: Mapping[str, Any] | None = None
     force_effect: bool = False
+    workspace: str | None = None
 
 
 @dataclass(slots=True)

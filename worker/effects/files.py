@@ -50,15 +50,15 @@ def prepare_read(work: Work) -> EffectPlan:
         input={"path": path},
         expected_effect={"path": path, "changed": False},
         estimate={},
-        execute=partial(_read, path, workspace),
+        execute=partial(_read, path, resolved, workspace),
     )
 
 
-def _read(path: str, workspace: str, context: EffectContext) -> EffectOutcome:
+def _read(path: str, resolved: str, workspace: str, context: EffectContext) -> EffectOutcome:
     if (refused := refuse_cancelled(context)) is not None:
         return refused
     try:
-        content = read_text(path, resolve_readable(path, workspace), workspace)
+        content = read_text(path, resolved, workspace)
     except TaskFault as fault:
         return EffectOutcome.failed(fault)
     return EffectOutcome("succeeded", {"status": "unchanged", "changed": False, "content": content})
@@ -86,6 +86,9 @@ def read_text(path: str, resolved: str, workspace: str | None = None) -> str:
         finally:
             os.close(descriptor)
     except OSError as error:
+        if error.errno == errno.ELOOP and workspace is not None:
+            # What was a file when it was resolved is a link now: it may lead anywhere.
+            raise TaskFault("policy_denied", f"{path!r} has become a link", details={"path": path}) from error
         raise io_fault(path, error) from error
     try:
         return b"".join(parts).decode("utf-8")

@@ -14,6 +14,8 @@ from . import Work
 
 def workspace_of(work: Work) -> str:
     """The resolved workspace root of a piece of work."""
+    if work.workspace is not None:
+        return work.workspace
     return os.path.realpath(os.path.join(work.base_path, work.policy.workspace_root))
 
 
