@@ -143,7 +143,7 @@ class Coordinator:
         self._rescuer = Rescuer(store, clock, timing, process_id, faults)
         self._next_look = 0.0
         self._next_heartbeat = clock.monotonic() + timing.heartbeat
-        self._seen = -1
+        self._seen: tuple[int, int] | None = None
         self._silent_drivers: dict[str, tuple[int, int | None, float]] = {}
         self._last_adoption_look: float | None = None
 
@@ -167,7 +167,7 @@ class Coordinator:
         self.drivers[run.run_id] = RunDriver(
             self.store, run.run_id, epoch, self.process_id, self._ids, self._faults, plan
         )
-        self._seen = -1
+        self._seen = None
         return True
 
     def tick(self) -> bool:
@@ -204,7 +204,7 @@ class Coordinator:
             if driver.done:
                 del self.drivers[run_id]
         if again:
-            self._seen = -1
+            self._seen = None
         if self.on_change is not None:
             self.on_change()
         return again

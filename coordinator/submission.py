@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from agentctl.store.canonical import canonical, hex_digest
 from agentctl.store.clock import IdSource
 from agentctl.store.engine import Store
+from agentctl.store.faults import Faults
 from agentctl.store.records import NewRun
 
 from .plan import Plan
@@ -38,6 +39,7 @@ def submit(
     idempotency_key: str | None = None,
     base_path: Path,
     actor: str,
+    faults: Faults | None = None,
 ) -> Submission:
     """Create the run of a plan, in one durable transaction.
 
@@ -68,5 +70,6 @@ def submit(
         actor=actor,
     )
     run_id, created = store.create_run(new)
+    (faults or Faults.from_environment()).reach("after_create_run")
     run = store.get_run(run_id)
     return Submission(run_id, run.trace_id, run.state, created)

@@ -78,6 +78,7 @@ class Database:
         self.path = path.absolute()
         self.clock = clock
         self._sync_by_test = sync
+        self._commits = 0
         self._wal_fd: int | None = None  # until it is found, commits are synchronous
         self._failed_sync: SyncFailed | None = None
         filesystem.require_local(self.path)
@@ -260,9 +261,9 @@ class Database:
         """A reading transaction: one snapshot for the whole block. Keep it short: it holds back the WAL."""
         return _Read(self)
 
-    def data_version(self) -> int:
-        """A number that changes when another connection has committed; cheap enough to ask often."""
-        return _pragma(self.connection, "data_version")
+    def data_version(self) -> tuple[int, int]:
+        """A value that changes with every commit, of this connection or of another; cheap enough to ask often."""
+        return _pragma(self.connection, "data_version"), self._commits
 
     def sync(self) -> None:
         """Make every commit of this connection durable. Raises `SyncFailed`, and then for ever."""
@@ -394,6 +395,7 @@ class _Write:
         finally:
             database.gate.release()
         if kind is None:
+            database._commits += 1
             if self._durable:
                 database.sync()
         elif isinstance(error, apsw.Error):
