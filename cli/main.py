@@ -244,7 +244,19 @@ def _execute(given: list[str]) -> int:
     except click.ClickException as error:
         return _click_error(early, error)
     except Exception as error:
+        if _is_interrupt(error):
+            return EXIT_INTERRUPTED
         return _failure(settings, error)
+
+
+def _is_interrupt(error: BaseException) -> bool:
+    """Whether an interrupt is the cause: one that hits the creation of a class comes out as a RuntimeError."""
+    cause: BaseException | None = error
+    while cause is not None:
+        if isinstance(cause, KeyboardInterrupt):
+            return True
+        cause = cause.__cause__ or cause.__context__
+    return False
 
 
 def _early(given: Sequence[str]) -> tuple[str, str, bool]:

@@ -263,12 +263,15 @@ def _find_run(tx: Connection, name: str) -> str:
 
 
 def _task_counts(tx: Connection, run_ids: Sequence[str]) -> dict[str, dict[str, int]]:
-    """Tasks per state of some runs, by ranges of the primary key: outputs are never read."""
+    """Tasks per state of some runs, by ranges of the primary key: outputs are never read.
+
+    The cross joins fix the order: page, run, its range of tasks. Left to itself the planner may scan every task.
+    """
     counts: dict[str, dict[str, int]] = {run_id: {} for run_id in run_ids}
     for run_id, state, number, version in tx.execute(
         "SELECT r.run_id, t.state, COUNT(*), MAX(t.metadata_version) "
-        "FROM json_each(?) p JOIN runs r ON r.run_id = p.value "
-        "JOIN tasks t ON t.task_no BETWEEN r.first_task AND r.first_task + r.task_count - 1 "
+        "FROM json_each(?) p CROSS JOIN runs r ON r.run_id = p.value "
+        "CROSS JOIN tasks t ON t.task_no BETWEEN r.first_task AND r.first_task + r.task_count - 1 "
         "GROUP BY r.run_id, t.state ORDER BY r.run_id, t.state",
         (json.dumps(list(run_ids)),),
     ):
