@@ -36,6 +36,7 @@ from .records import (
     StartRefused,
     TaskRow,
 )
+from .states import may_repeat
 from .wakeups import WakeFolder
 
 log = logging.getLogger(__name__)
@@ -255,12 +256,15 @@ class Store:
     def start_effect(
         self, fence: Fence, request: EffectRequest, *, previous: EffectEnd | None, task_id: str
     ) -> StartedEffect | RecordedEffect | StartRefused:
-        """Record the end of the previous effect and start the next one, in one transaction; durable, so dispatch may follow.
+        """Record the end of the previous effect and start the next one, in one transaction; dispatch may follow.
 
+        Durable when it returns, but for a start that a power cut may undo without harm: its contract allows a second
+        dispatch, it reserves nothing, and no earlier effect ends with it (`ops/decisions`, "starts without sync").
         Raises `LeaseLost`, `ConflictError` (see `effects.start`) and `SyncFailed`, after which nothing is dispatched.
         """
         now = self.clock.now()
-        with self.database.write(durable=True) as tx:
+        harmless = previous is None and not request.estimate and may_repeat(request.effect_class, request.idempotency)
+        with self.database.write(durable=not harmless) as tx:
             answer, run_id, events = effects.start(tx, fence, request, previous=previous, now=now)
             audit.append(tx, run_id, events, actor=fence.holder, now=now)
         return answer

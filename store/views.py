@@ -192,7 +192,7 @@ class Views:
             runs.get(tx, run_id)
             return _events(tx, run_id, after=after, limit=limit)
 
-    def data_version(self) -> int:
+    def data_version(self) -> tuple[int, int]:
         """Changes when another connection has committed; cheap. Outside of any transaction."""
         return self._database.data_version()
 
