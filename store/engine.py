@@ -36,7 +36,7 @@ from .records import (
     StartRefused,
     TaskRow,
 )
-from .states import may_repeat
+from .states import LEAVES_NO_TRACE
 from .wakeups import WakeFolder
 
 log = logging.getLogger(__name__)
@@ -258,12 +258,13 @@ class Store:
     ) -> StartedEffect | RecordedEffect | StartRefused:
         """Record the end of the previous effect and start the next one, in one transaction; dispatch may follow.
 
-        Durable when it returns, but for a start that a power cut may undo without harm: its contract allows a second
-        dispatch, it reserves nothing, and no earlier effect ends with it (`ops/decisions`, "starts without sync").
+        Durable when it returns, but for a start that a power cut may undo without harm: its class leaves no trace in
+        the outside world, it reserves nothing, and no earlier effect ends with it (`ops/decisions`, "starts without
+        sync").
         Raises `LeaseLost`, `ConflictError` (see `effects.start`) and `SyncFailed`, after which nothing is dispatched.
         """
         now = self.clock.now()
-        harmless = previous is None and not request.estimate and may_repeat(request.effect_class, request.idempotency)
+        harmless = previous is None and not request.estimate and request.effect_class in LEAVES_NO_TRACE
         with self.database.write(durable=not harmless) as tx:
             answer, run_id, events = effects.start(tx, fence, request, previous=previous, now=now)
             audit.append(tx, run_id, events, actor=fence.holder, now=now)

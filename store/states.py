@@ -53,6 +53,7 @@ EFFECT_MOVES: dict[str, frozenset[str]] = {
 
 REPEATABLE_IDEMPOTENCY = frozenset({"pure", "idempotent", "keyed"})
 REPEATABLE_CLASSES = frozenset({"pure", "observe"})
+LEAVES_NO_TRACE = frozenset({"pure", "observe", "internal_state"})
 
 
 def may_repeat(effect_class: str, idempotency: str) -> bool:
