@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from gettext import gettext
 from importlib import import_module
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import click
 
@@ -208,6 +208,8 @@ def program(context: click.Context) -> None:
 
 def run(arguments: Sequence[str] | None = None) -> None:
     """Execute one command line and end the process with its exit code."""
+    # Not an exception until a verb asks for one: imports and compilers swallow interrupts, or turn them into others.
+    signal.signal(signal.SIGINT, _leave)
     given = list(sys.argv[1:] if arguments is None else arguments)
     for stream in (sys.stdout, sys.stderr):
         # Backslashes for what UTF-8 cannot carry: the result is readable, and valid inside of JSON.
@@ -217,6 +219,10 @@ def run(arguments: Sequence[str] | None = None) -> None:
     # All has been said; an interrupt while the interpreter ends would only make noise.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     sys.exit(_end_output(code))
+
+
+def _leave(number: int, frame: object) -> NoReturn:
+    os._exit(EXIT_INTERRUPTED)
 
 
 def _execute(given: list[str]) -> int:
@@ -244,19 +250,7 @@ def _execute(given: list[str]) -> int:
     except click.ClickException as error:
         return _click_error(early, error)
     except Exception as error:
-        if _is_interrupt(error):
-            return EXIT_INTERRUPTED
         return _failure(settings, error)
-
-
-def _is_interrupt(error: BaseException) -> bool:
-    """Whether an interrupt is the cause: one that hits the creation of a class comes out as a RuntimeError."""
-    cause: BaseException | None = error
-    while cause is not None:
-        if isinstance(cause, KeyboardInterrupt):
-            return True
-        cause = cause.__cause__ or cause.__context__
-    return False
 
 
 def _early(given: Sequence[str]) -> tuple[str, str, bool]:

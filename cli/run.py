@@ -194,14 +194,13 @@ def run(
 
 @contextmanager
 def _signals_held() -> Iterator[None]:
-    """SIGINT and SIGTERM wait until the block has ended: a run that exists must not be left to nobody.
+    """From here on SIGINT and SIGTERM wait: a run that exists must not be left to nobody.
 
-    From then on until the foreground obeys them, either one raises KeyboardInterrupt.
+    They go on waiting after the block, until `_foreground` can obey them; they are let in again when it raises.
     """
     import signal
 
     held = {signal.SIGINT, signal.SIGTERM}
-    signal.signal(signal.SIGTERM, _interrupt)
     signal.pthread_sigmask(signal.SIG_BLOCK, held)
     try:
         yield
@@ -386,7 +385,6 @@ def _foreground(
     printer = Printer(settings)
     follower = None
     try:
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT, signal.SIGTERM})
         try:
             if not settings.json:
                 begun = views_of(store).progress(run_id)
@@ -395,6 +393,9 @@ def _foreground(
         except OSError:
             give_up_stdout()
         follower = _Follower(printer, store, run_id, progress_for(printer), at_once=settings.output == "jsonl")
+        for number in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(number, _interrupt)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT, signal.SIGTERM})
         run_in_foreground(
             settings.database, run_id, resume=resume, workers=workers, on_change=follower.tick_or_rest, plan=plan
         )
@@ -415,6 +416,10 @@ def _foreground(
 
 def _follow(settings: Settings, run_name: str, *, show: bool, timeout: float | None) -> int:
     """Wait for the end of a run without holding anything; exit code by state."""
+    import signal
+
+    # The display has to be taken away before the program leaves.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     with closing(open_store(settings)) as store:
         views = views_of(store)
         run_id = views.find_run(run_name)
