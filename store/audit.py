@@ -8,21 +8,28 @@ from hashlib import sha256
 from .database import Connection
 from .errors import CorruptStore, IncompatibleVersion, NotFoundError
 from .records import AUDIT_EVENT_VERSION, CHECKPOINT_FORMAT_VERSION, Event
+from .versions import check_versions
 
 
-def append(tx: Connection, run_id: str, events: Sequence[Event], *, actor: str, now: int) -> None:
-    """Append audit events. The run's row gives the numbers: without gaps, and in one order (architecture 9)."""
+def append(tx: Connection, run_id: str, events: Sequence[Event], *, actor: str, now: int) -> str | None:
+    """Append audit events. The run's row gives the numbers: without gaps, and in one order (architecture 9).
+
+    Returns the driver of the run, whom most callers wake afterwards (None without events, or without a driver).
+    """
     if not events:
-        return
+        return None
     count = len(events)
     row = tx.execute(
-        "UPDATE runs SET audit_sequence = audit_sequence + ? WHERE run_id = ? RETURNING audit_sequence, trace_id",
+        "UPDATE runs SET audit_sequence = audit_sequence + ? WHERE run_id = ? "
+        "RETURNING audit_sequence, trace_id, driver, runtime_state_version, plan_format_version",
         (count, run_id),
     ).fetchone()
     if row is None:
         raise NotFoundError(f"there is no run {run_id}")
+    check_versions(run_id, row[3], row[4])
     first = row[0] - count + 1
-    trace = row[1]
+    trace: str = row[1]
+    driver: str | None = row[2]
     tx.executemany(
         "INSERT INTO audit_events VALUES (?,?,?,?,?,?,?,?,?)",
         [
@@ -30,6 +37,7 @@ def append(tx: Connection, run_id: str, events: Sequence[Event], *, actor: str, 
             for i, e in enumerate(events)
         ],
     )
+    return driver
 
 
 def checksum(previous: str, state_json: str) -> str:

@@ -45,14 +45,15 @@ def commit_batch(
     if batch.closed:
         before = tx.total_changes()
         tx.executemany(
-            "UPDATE attempts SET state = 'closed' WHERE attempt_id = ? AND state = 'finished'",
+            "UPDATE attempts SET state = 'closed', queue = NULL, live_task = NULL "
+            "WHERE attempt_id = ? AND state = 'finished'",
             [(attempt_id,) for attempt_id in batch.closed],
         )
         if tx.total_changes() - before != len(batch.closed):
             raise RunMoved("an attempt of this batch is no longer finished", run_id=run.run_id)
     if batch.parked:
         tx.executemany(
-            "UPDATE attempts SET state = 'waiting' WHERE attempt_id = ? AND state = 'finished'",
+            "UPDATE attempts SET state = 'waiting', queue = NULL WHERE attempt_id = ? AND state = 'finished'",
             [(attempt_id,) for attempt_id in batch.parked],
         )
     if batch.superseded:
@@ -90,15 +91,16 @@ def _stop(tx: Connection, run: Run, batch: Batch, *, reason: str, now: int) -> l
     """End everything that has not begun. Runs inside the transaction, since a worker may claim until it begins."""
     first, last = run.first_task, run.first_task + run.task_count - 1
     tx.execute(
-        "UPDATE attempts SET state = 'closed', outcome = COALESCE(outcome, 'cancelled') "
-        "WHERE run_id = ? AND task_no BETWEEN ? AND ? AND state IN ('ready', 'waiting')",
-        (run.run_id, first, last),
+        "UPDATE attempts SET state = 'closed', queue = NULL, live_task = NULL, "
+        "outcome = COALESCE(outcome, 'cancelled') "
+        "WHERE live_task BETWEEN ? AND ? AND state IN ('ready', 'waiting')",
+        (first, last),
     )
     tx.execute(
         "UPDATE effects SET status = 'cancelled', completed_at = ? "
         "WHERE status IN ('requested', 'waiting_for_approval') AND attempt_id IN "
-        "(SELECT attempt_id FROM attempts WHERE run_id = ? AND task_no BETWEEN ? AND ? AND state = 'closed')",
-        (now, run.run_id, first, last),
+        "(SELECT attempt_id FROM attempts WHERE task_no BETWEEN ? AND ? AND state = 'closed')",
+        (now, first, last),
     )
     error = canonical({"code": reason, "message": f"not executed: {reason}", "retryable": False})
     ended: list[tuple[int, str, int, str]] = []

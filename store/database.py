@@ -131,6 +131,8 @@ class Database:
         _open_here[key] = _open_here.get(key, 0) + 1
         self._key = key
         try:
+            # Whoever is first to open or last to close locks the file for a moment, even against readers.
+            self.connection.set_busy_timeout(int(READ_PATIENCE_SECONDS * 1000))
             # Until we know that the file is ours, closing it must not write anything back from its WAL.
             self.connection.config(apsw.SQLITE_DBCONFIG_NO_CKPT_ON_CLOSE, 1)
             self.connection.execute(f"PRAGMA cache_size = -{int(cache_kib)}")
@@ -143,6 +145,7 @@ class Database:
             self._wal_fd = self._find_wal(fds_before)
             level = "NORMAL" if self._wal_fd is not None or self._sync_by_test is not None else "FULL"
             self.connection.execute(f"PRAGMA synchronous = {level}")
+            self.connection.set_busy_timeout(0)
         except apsw.Error as error:
             self.close()
             raise self._translate(error) from error
@@ -213,14 +216,7 @@ class Database:
             )
 
     def _user_version(self) -> int:
-        deadline = self.clock.monotonic() + READ_PATIENCE_SECONDS
-        while True:
-            try:
-                return _pragma(self.connection, "user_version")
-            except apsw.BusyError:
-                if self.clock.monotonic() > deadline:
-                    raise
-                self.clock.sleep(BUSY_POLL_SECONDS)
+        return _pragma(self.connection, "user_version")
 
     def _wal_descriptors(self) -> set[int]:
         wal = os.path.realpath(self.path) + "-wal"
@@ -263,7 +259,10 @@ class Database:
 
     def data_version(self) -> tuple[int, int]:
         """A value that changes with every commit, of this connection or of another; cheap enough to ask often."""
-        return _pragma(self.connection, "data_version"), self._commits
+        try:
+            return _pragma(self.connection, "data_version"), self._commits
+        except apsw.BusyError:  # another process recovers the WAL: whoever asks will look, and wait there
+            return -1, self._commits
 
     def sync(self) -> None:
         """Make every commit of this connection durable. Raises `SyncFailed`, and then for ever."""

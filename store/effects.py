@@ -6,7 +6,7 @@ may have happened. A final status never changes; the database refuses it.
 
 from __future__ import annotations
 
-from . import ledger, runs
+from . import ledger
 from .canonical import canonical
 from .database import Connection
 from .errors import ConflictError, IncompatibleVersion, LeaseLost
@@ -20,6 +20,7 @@ from .records import (
     StartedEffect,
     StartRefused,
 )
+from .versions import check_versions
 
 
 def start(
@@ -34,22 +35,20 @@ def start(
     """
     row = tx.execute(
         "SELECT a.state, a.delivery, a.holder, a.run_id, a.task_id, a.number, r.state, r.cancel_requested_at, "
-        "r.pause_requested_at, r.deadline_at, r.trace_id, r.runtime_state_version, r.plan_format_version "
-        "FROM attempts a JOIN runs r USING (run_id) WHERE a.attempt_id = ?",
-        (fence.attempt_id,),
+        "r.pause_requested_at, r.deadline_at, r.trace_id, r.runtime_state_version, r.plan_format_version, "
+        "e.effect_id, e.format_version, e.status, e.result_json, e.error_json, e.dispatches "
+        "FROM attempts a JOIN runs r USING (run_id) "
+        "LEFT JOIN effects e ON e.attempt_id = a.attempt_id AND e.ordinal = ? WHERE a.attempt_id = ?",
+        (request.ordinal, fence.attempt_id),
     ).fetchone()
     if row is None or row[0] != "claimed" or row[1] != fence.delivery or row[2] != fence.holder:
         raise LeaseLost(f"attempt {fence.attempt_id}, delivery {fence.delivery} was taken away")
     run_id, task_id, number, run_state, cancelled, paused, deadline, trace_id = row[3:11]
-    runs.check_versions(run_id, row[11], row[12])
+    check_versions(run_id, row[11], row[12])
     events = [] if previous is None else [end(tx, run_id, task_id, previous, now=now)]
-    existing = tx.execute(
-        "SELECT effect_id, format_version, status, result_json, error_json, dispatches FROM effects "
-        "WHERE attempt_id = ? AND ordinal = ?",
-        (fence.attempt_id, request.ordinal),
-    ).fetchone()
-    if existing is not None:
-        effect_id, version, status, result_json, error_json, dispatches = existing
+    effect_id, version, status, result_json, error_json, dispatches = row[13:]
+    existing = effect_id is not None
+    if existing:
         if version > EFFECT_FORMAT_VERSION:
             raise IncompatibleVersion(f"effect {effect_id} has format {version}; upgrade agentctl", run_id=run_id)
         if effect_id != request.effect_id:
@@ -73,7 +72,7 @@ def start(
     denied = ledger.reserve(tx, run_id, request.effect_id, dispatch, request.estimate)
     if denied is not None:
         return StartRefused("budget", denied), run_id, events
-    if existing is None:
+    if not existing:
         tx.execute(
             "INSERT INTO effects (effect_id, format_version, run_id, task_id, attempt_id, attempt, ordinal, operation, "
             "effect_class, risk, idempotency, idempotency_key, input_digest, input_json, expected_json, trace_id, "

@@ -292,11 +292,14 @@ class Store:
             if effect is not None:
                 events.append(effects.end(tx, claim.run_id, claim.task_id, effect, now=now))
             task_queue.finish(tx, claim.fence, end, now=now)
-            driver = runs.head(tx, claim.run_id)[2]
-            if not next_claim:
-                audit.append(tx, claim.run_id, events, actor=claim.fence.holder, now=now)
-                return None, driver
-            return self._claim(tx, claim.fence.holder, only_run, lease_ms, now, claim.run_id, events), driver
+            following = None
+            if next_claim:
+                following = self._claim(tx, claim.fence.holder, only_run, lease_ms, now, claim.run_id, events)
+            if events:
+                driver = audit.append(tx, claim.run_id, events, actor=claim.fence.holder, now=now)
+            else:
+                driver = runs.head(tx, claim.run_id)[2]
+        return following, driver
 
     def _claim(
         self,
@@ -308,6 +311,7 @@ class Store:
         run_id: str | None,
         events: list[Event],
     ) -> Claim | None:
+        """Claim; the event goes to `events` if it is one of `run_id`, else it is written at once."""
         claimed: list[tuple[str, Event]] = []
         following = task_queue.claim(tx, holder, only_run=only_run, lease_ms=lease_ms, now=now, events=claimed)
         for claimed_run, event in claimed:
@@ -315,8 +319,6 @@ class Store:
                 events.append(event)
             else:
                 audit.append(tx, claimed_run, [event], actor=holder, now=now)
-        if run_id is not None:
-            audit.append(tx, run_id, events, actor=holder, now=now)
         return following
 
     def release(self, claim: Claim, *, effect: EffectEnd | None, reason: str) -> None:

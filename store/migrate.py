@@ -53,9 +53,7 @@ def migrate(database: Database) -> None:
             database.gate.acquire()
             try:
                 # WAL is a property of the file, set before the first table exists and outside of any transaction.
-                connection.set_busy_timeout(10_000)
                 connection.execute("PRAGMA journal_mode = WAL")
-                connection.set_busy_timeout(0)
             finally:
                 database.gate.release()
             for number in range(1, LATEST + 1):

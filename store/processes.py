@@ -100,7 +100,7 @@ def prune(tx: Connection, *, before: int) -> int:
     """Delete rows of processes that ended before `before` and hold nothing. Returns how many."""
     tx.execute(
         "DELETE FROM processes WHERE stopped_at IS NOT NULL AND stopped_at < ? AND NOT EXISTS "
-        "(SELECT 1 FROM attempts WHERE holder = process_id AND state = 'claimed')",
+        "(SELECT 1 FROM attempts WHERE queue = 'claimed' AND holder = process_id)",
         (before,),
     )
     return tx.changes()

@@ -7,7 +7,7 @@ import json
 from . import audit
 from .canonical import canonical
 from .database import Connection
-from .errors import ConflictError, IncompatibleVersion, NotFoundError, RunMoved
+from .errors import ConflictError, NotFoundError, RunMoved
 from .records import (
     BUDGET_FORMAT_VERSION,
     PLAN_FORMAT_VERSION,
@@ -18,6 +18,7 @@ from .records import (
     RunDocuments,
     TaskRow,
 )
+from .versions import check_versions
 
 COLUMNS = (
     "run_id, workflow_name, workflow_digest, plan_digest, mode, state, reason, error_json, trace_id, priority, "
@@ -127,17 +128,6 @@ def get(tx: Connection, run_id: str) -> Run:
         )
     check_versions(run_id, row[0], row[1])
     return Run(*row[2:])
-
-
-def check_versions(run_id: str, runtime_version: int, plan_version: int) -> None:
-    """Raise `IncompatibleVersion` for a run that a newer agentctl has written."""
-    if runtime_version > RUNTIME_STATE_VERSION or plan_version > PLAN_FORMAT_VERSION:
-        raise IncompatibleVersion(
-            f"{run_id} was written by a newer agentctl (runtime state {runtime_version}, plan {plan_version}); "
-            "nothing was changed",
-            remedy="upgrade agentctl",
-            run_id=run_id,
-        )
 
 
 def documents(tx: Connection, run_id: str) -> RunDocuments:

@@ -28,10 +28,11 @@ from .states import may_repeat
 
 _CLAIMABLE_RUN = (
     # CROSS JOIN fixes the order: the runs that have a turn, by their turn, and never all runs there ever were.
-    "SELECT t.run_id, r.trace_id FROM turns t CROSS JOIN runs r ON r.run_id = t.run_id "  # noqa: S608
+    "SELECT t.run_id, r.trace_id, EXISTS (SELECT 1 FROM turns o WHERE o.run_id <> t.run_id) "  # noqa: S608
+    "FROM turns t CROSS JOIN runs r ON r.run_id = t.run_id "
     "WHERE r.state = 'running' AND r.cancel_requested_at IS NULL AND r.pause_requested_at IS NULL "
     f"AND r.runtime_state_version <= {RUNTIME_STATE_VERSION} AND r.plan_format_version <= {PLAN_FORMAT_VERSION} "
-    "AND EXISTS (SELECT 1 FROM attempts a WHERE a.run_id = t.run_id AND a.state = 'ready' AND a.hold IS NULL) "
+    "AND EXISTS (SELECT 1 FROM attempts a WHERE a.queue = 'ready' AND a.run_id = t.run_id) "
 )
 _NEXT_RUN = _CLAIMABLE_RUN + "ORDER BY t.priority DESC, t.turn LIMIT 1"
 _ONE_RUN = _CLAIMABLE_RUN + "AND t.run_id = ?"
@@ -40,8 +41,8 @@ _ONE_RUN = _CLAIMABLE_RUN + "AND t.run_id = ?"
 def enqueue(tx: Connection, run_id: str, first_task: int, attempts: Sequence[NewAttempt], *, now: int) -> None:
     """Make tasks claimable: one `ready` attempt each. The index of live attempts refuses a second one."""
     tx.executemany(
-        "INSERT INTO attempts (run_id, task_no, task_id, number, state, timeout_ms, input_json, enqueued_at) "
-        "VALUES (?,?,?,?,'ready',?,?,?)",
+        "INSERT INTO attempts (run_id, task_no, live_task, task_id, number, state, queue, timeout_ms, input_json, "
+        "enqueued_at) VALUES (?1,?2,?2,?3,?4,'ready','ready',?5,?6,?7)",
         [(run_id, first_task + a.position, a.task_id, a.number, a.timeout_ms, a.input_json, now) for a in attempts],
     )
 
@@ -63,39 +64,32 @@ def claim(
     row = (tx.execute(_NEXT_RUN) if only_run is None else tx.execute(_ONE_RUN, (only_run,))).fetchone()
     if row is None:
         return None
-    run_id, trace_id = row
+    run_id, trace_id, others = row
+    expires = now + lease_ms
     found = tx.execute(
-        "SELECT attempt_id, task_no, task_id, number, timeout_ms, input_json, delivery, enqueued_at FROM attempts "
-        "WHERE run_id = ? AND state = 'ready' AND hold IS NULL ORDER BY task_no LIMIT 1",
-        (run_id,),
+        "UPDATE attempts SET state = 'claimed', queue = 'claimed', holder = ?, delivery = delivery + 1, "
+        "lease_expires_at = ?, claimed_at = ? WHERE attempt_id = "
+        "(SELECT attempt_id FROM attempts WHERE queue = 'ready' AND run_id = ? ORDER BY task_no LIMIT 1) "
+        "RETURNING attempt_id, task_no, task_id, number, timeout_ms, input_json, delivery, enqueued_at",
+        (holder, expires, now, run_id),
     ).fetchone()
     if found is None:
         return None
     attempt_id, task_no, task_id, number, timeout_ms, input_json, delivery, enqueued_at = found
-    expires = now + lease_ms
-    tx.execute(
-        "UPDATE attempts SET state = 'claimed', holder = ?, delivery = delivery + 1, lease_expires_at = ?, "
-        "claimed_at = ? WHERE attempt_id = ?",
-        (holder, expires, now, attempt_id),
-    )
     tx.execute(
         "UPDATE tasks SET state = 'running', attempt = ?, started_at = COALESCE(started_at, ?), updated_at = ? "
         "WHERE task_no = ?",
         (number, now, now, task_no),
     )
-    if only_run is None:
+    if others:
         # Alone, a run keeps its turn: nothing to write.
-        tx.execute(
-            "UPDATE turns SET turn = (SELECT MAX(turn) + 1 FROM turns) "
-            "WHERE run_id = ? AND EXISTS (SELECT 1 FROM turns WHERE run_id <> ?)",
-            (run_id, run_id),
-        )
+        tx.execute("UPDATE turns SET turn = (SELECT MAX(turn) + 1 FROM turns) WHERE run_id = ?", (run_id,))
     payload = (
-        f'{{"attempt":{number},"delivery":{delivery + 1},"from":"ready","to":"running","worker":{canonical(holder)}}}'
+        f'{{"attempt":{number},"delivery":{delivery},"from":"ready","to":"running","worker":{canonical(holder)}}}'
     )
     events.append((run_id, Event("task.transition", task_id, payload)))
     return Claim(
-        Fence(attempt_id, delivery + 1, holder),
+        Fence(attempt_id, delivery, holder),
         run_id,
         task_id,
         number,
@@ -124,7 +118,7 @@ def release(tx: Connection, fence: Fence, *, reason: str, now: int) -> Event:
     for the caller's transaction.
     """
     tx.execute(
-        "UPDATE attempts SET state = 'ready', holder = NULL, lease_expires_at = NULL, lost_effects = "
+        "UPDATE attempts SET state = 'ready', queue = 'ready', holder = NULL, lease_expires_at = NULL, lost_effects = "
         "(SELECT COUNT(*) FROM effects e WHERE e.attempt_id = attempts.attempt_id AND e.status = 'succeeded') "
         "WHERE attempt_id = ? AND delivery = ? AND holder = ? AND state = 'claimed'",
         (fence.attempt_id, fence.delivery, fence.holder),
@@ -143,8 +137,8 @@ def release(tx: Connection, fence: Fence, *, reason: str, now: int) -> Event:
 def finish(tx: Connection, fence: Fence, end: AttemptEnd, *, now: int) -> None:
     """Record the outcome of an attempt; the driver commits it. Raises `LeaseLost` when the fence does not hold."""
     tx.execute(
-        "UPDATE attempts SET state = 'finished', outcome = ?, result_json = ?, result_effect = ?, error_json = ?, "
-        "lease_expires_at = NULL, finished_at = ? "
+        "UPDATE attempts SET state = 'finished', queue = 'finished', outcome = ?, result_json = ?, result_effect = ?, "
+        "error_json = ?, lease_expires_at = NULL, finished_at = ? "
         "WHERE attempt_id = ? AND delivery = ? AND holder = ? AND state = 'claimed'",
         (
             end.outcome,
@@ -174,7 +168,7 @@ def finished(
         "SELECT a.attempt_id, a.task_no, a.number, a.outcome, COALESCE(a.result_json, e.result_json), a.error_json, "
         "a.result_effect, e.effect_class, e.idempotency FROM attempts a "
         "LEFT JOIN effects e ON e.effect_id = a.result_effect "
-        "WHERE a.run_id = ? AND a.state = 'finished' ORDER BY a.task_no LIMIT ?",
+        "WHERE a.queue = 'finished' AND a.run_id = ? ORDER BY a.task_no LIMIT ?",
         (run_id, limit + 1),
     ):
         size += len(row[4] or "") + len(row[5] or "")
@@ -202,16 +196,15 @@ def live_attempts(tx: Connection, run_id: str, first_task: int, task_count: int)
     return [
         LiveAttempt(attempt_id, task_no - first_task, number, state, hold)
         for attempt_id, task_no, number, state, hold in tx.execute(
-            "SELECT attempt_id, task_no, number, state, hold FROM attempts INDEXED BY attempts_live "
-            "WHERE task_no BETWEEN ? AND ? AND state <> 'closed' AND run_id = ?",
-            (first_task, first_task + task_count - 1, run_id),
+            "SELECT attempt_id, task_no, number, state, hold FROM attempts WHERE live_task BETWEEN ? AND ?",
+            (first_task, first_task + task_count - 1),
         )
     ]
 
 
 def runs_with_finished(tx: Connection) -> list[str]:
     """Runs that have results to commit."""
-    return [row[0] for row in tx.execute("SELECT DISTINCT run_id FROM attempts WHERE state = 'finished'")]
+    return [row[0] for row in tx.execute("SELECT DISTINCT run_id FROM attempts WHERE queue = 'finished'")]
 
 
 def claims_of(tx: Connection, holders: Iterable[str]) -> list[tuple[int, int, str, str, int]]:
@@ -222,7 +215,7 @@ def claims_of(tx: Connection, holders: Iterable[str]) -> list[tuple[int, int, st
             all_rows(
                 tx.execute(
                     "SELECT attempt_id, delivery, holder, run_id, lease_expires_at FROM attempts "
-                    "WHERE holder = ? AND state = 'claimed'",
+                    "WHERE queue = 'claimed' AND holder = ?",
                     (holder,),
                 )
             )
@@ -317,8 +310,8 @@ def rescue(
         error = None
     if outcome == "ready":
         tx.execute(
-            "UPDATE attempts SET state = 'ready', holder = NULL, lease_expires_at = NULL, lost = ?, lost_effects = ? "
-            "WHERE attempt_id = ?",
+            "UPDATE attempts SET state = 'ready', queue = 'ready', holder = NULL, lease_expires_at = NULL, lost = ?, "
+            "lost_effects = ? WHERE attempt_id = ?",
             (lost, confirmed_count, attempt_id),
         )
         tx.execute(
@@ -328,7 +321,8 @@ def rescue(
         events.append(Event("task.transition", task_id, canonical(payload)))
     else:
         tx.execute(
-            "UPDATE attempts SET state = 'finished', outcome = ?, error_json = ?, result_effect = ?, lost = ?, "
+            "UPDATE attempts SET state = 'finished', queue = 'finished', outcome = ?, error_json = ?, "
+            "result_effect = ?, lost = ?, "
             "lease_expires_at = NULL, finished_at = ? WHERE attempt_id = ?",
             ("uncertain" if blocked else "failed", error, blocked, lost, now, attempt_id),
         )

@@ -380,7 +380,7 @@ def _running_tasks(tx: Connection, run_id: str, *, limit: int) -> list[dict[str,
         }
         for task_id, number, delivery, holder, claimed_at, expires in tx.execute(
             "SELECT task_id, number, delivery, holder, claimed_at, lease_expires_at FROM attempts "
-            "INDEXED BY attempts_claimed WHERE state = 'claimed' AND run_id = ? "
+            "WHERE queue = 'claimed' AND run_id = ? "
             "ORDER BY claimed_at, attempt_id LIMIT ?",
             (run_id, limit),
         )
@@ -434,8 +434,8 @@ def _waiting(tx: Connection, run: Run, driver: dict[str, Any] | None, now: int) 
     holds: dict[int, str] = dict(
         _rows(
             tx,
-            "SELECT task_no, hold FROM attempts INDEXED BY attempts_live "
-            "WHERE task_no BETWEEN ? AND ? AND state <> 'closed' AND state = 'ready' AND hold IS NOT NULL",
+            "SELECT task_no, hold FROM attempts "
+            "WHERE live_task BETWEEN ? AND ? AND state = 'ready' AND hold IS NOT NULL",
             _span(run),
         )
     )
@@ -799,7 +799,7 @@ def _workers(tx: Connection) -> list[dict[str, Any]]:
         row[0]: row[1:]
         for row in tx.execute(
             "SELECT holder, run_id, task_id, number, delivery, lease_expires_at FROM attempts "
-            "INDEXED BY attempts_claimed WHERE state = 'claimed'"
+            "WHERE queue = 'claimed'"
         )
     }
     alive: list[dict[str, Any]] = []

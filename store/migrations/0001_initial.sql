@@ -125,6 +125,8 @@ WHEN OLD.ended_at IS NOT NULL
 BEGIN SELECT RAISE(ABORT, 'a task that has ended does not change its state'); END;
 
 -- One try at a task. `delivery` counts its hand-overs to workers; (attempt_id, delivery, holder) is the fence.
+-- `queue` and `live_task` repeat what `state` says, for the two indexes: a partial index on `state` itself would be
+-- written anew at every move, whether it is concerned or not. The checks keep them equal.
 CREATE TABLE attempts (
     attempt_id       INTEGER PRIMARY KEY AUTOINCREMENT,
     run_id           TEXT NOT NULL,
@@ -132,6 +134,8 @@ CREATE TABLE attempts (
     task_id          TEXT NOT NULL,
     number           INTEGER NOT NULL CHECK (number > 0),
     state            TEXT NOT NULL CHECK (state IN ('ready', 'claimed', 'finished', 'waiting', 'closed')),
+    queue            TEXT,
+    live_task        INTEGER UNIQUE,
     hold             TEXT CHECK (hold IN ('budget')),
     holder           TEXT,
     delivery         INTEGER NOT NULL DEFAULT 0,
@@ -148,15 +152,14 @@ CREATE TABLE attempts (
     claimed_at       INTEGER,
     finished_at      INTEGER,
     UNIQUE (task_no, number),
+    CHECK (live_task IS CASE WHEN state <> 'closed' THEN task_no END),
+    CHECK (queue IS CASE WHEN state IN ('claimed', 'finished') OR state = 'ready' AND hold IS NULL THEN state END),
     CHECK ((state = 'claimed') = (lease_expires_at IS NOT NULL)),
     CHECK (state <> 'claimed' OR holder IS NOT NULL),
     CHECK ((state IN ('finished', 'waiting', 'closed')) = (outcome IS NOT NULL))
 ) STRICT;
 
-CREATE UNIQUE INDEX attempts_live ON attempts (task_no) WHERE state <> 'closed';
-CREATE INDEX attempts_ready ON attempts (run_id, task_no) WHERE state = 'ready' AND hold IS NULL;
-CREATE INDEX attempts_claimed ON attempts (holder) WHERE state = 'claimed';
-CREATE INDEX attempts_finished ON attempts (run_id, task_no) WHERE state = 'finished';
+CREATE INDEX attempts_queue ON attempts (queue, run_id, task_no) WHERE queue IS NOT NULL;
 
 -- Runs in the order in which they are next served.
 CREATE TABLE turns (

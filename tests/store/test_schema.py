@@ -66,10 +66,13 @@ def refuses(store: Store, sql: str, match: str) -> None:
     ("sql", "match"),
     [
         (
-            "INSERT INTO attempts (run_id, task_no, task_id, number, state, timeout_ms, input_json, enqueued_at) "
-            "SELECT run_id, task_no, task_id, 2, 'ready', 1, '{}', 1 FROM attempts WHERE state = 'ready'",
+            "INSERT INTO attempts (run_id, task_no, live_task, task_id, number, state, queue, timeout_ms, input_json, "
+            "enqueued_at) SELECT run_id, task_no, task_no, task_id, 2, 'ready', 'ready', 1, '{}', 1 "
+            "FROM attempts WHERE state = 'ready'",
             "UNIQUE",
         ),
+        ("UPDATE attempts SET queue = NULL WHERE state = 'ready'", "CHECK"),
+        ("UPDATE attempts SET live_task = NULL WHERE state = 'claimed'", "CHECK"),
         ("UPDATE attempts SET lease_expires_at = NULL WHERE state = 'claimed'", "CHECK"),
         ("UPDATE attempts SET holder = NULL WHERE state = 'claimed'", "CHECK"),
         ("UPDATE attempts SET state = 'finished' WHERE state = 'ready'", "CHECK"),
