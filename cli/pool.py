@@ -46,9 +46,9 @@ def is_alive(row: ProcessRow) -> bool:
     return process_identity.liveness(ProcessIdentity.from_text(row.identity)) is not Liveness.DEAD
 
 
-def coordinator_is_live(store: Store) -> bool:
-    """Whether a coordinator is there that adopts runs."""
-    return any(is_alive(row) for row in store.live_processes("coordinator"))
+def coordinator_is_live(store: Store, heard_since: int = 0) -> bool:
+    """Whether a coordinator is there that adopts runs, and was heard since then (epoch ms)."""
+    return any(row.heartbeat_at >= heard_since and is_alive(row) for row in store.live_processes("coordinator"))
 
 
 def worker_is_live(store: Store, run_id: str | None = None) -> bool:
@@ -312,7 +312,9 @@ class _Pool:
             self._store.close()
 
     def _ensure_coordinator(self) -> None:
-        if coordinator_is_live(self._store):
+        # One that has been silent for lease and grace does not count; a second one does no harm.
+        heard_since = self._clock.now() - int(self._base.rescuer.patience * 1000)
+        if coordinator_is_live(self._store, heard_since):
             return
         self._has_coordinator = True
 

@@ -47,13 +47,24 @@ class Rescuer:
         self._silence: dict[tuple[int, int], _Silence] = {}
         self._last_look: float | None = None
 
+    @property
+    def patience(self) -> float:
+        """How long a living process may be silent, in seconds: a lease, and the grace after it."""
+        return self._timing.lease + self._timing.grace
+
+    def counted(self, elapsed: float) -> float:
+        """How much of the time between two looks counts against others.
+
+        None of a gap: it means that we ourselves were stopped or suspended, as they may have been.
+        """
+        return elapsed if elapsed < max(2.0, self._timing.grace / 4) else 0.0
+
     def look(self) -> int:
         """Rescue what the dead and the silent hold. Returns the number of attempts that were settled."""
         now = self._clock.monotonic()
         elapsed = 0.0 if self._last_look is None else now - self._last_look
         self._last_look = now
-        # A gap means that we ourselves were stopped or suspended, as others may have been: it counts against nobody.
-        counted = elapsed if elapsed < max(2.0, self._timing.grace / 4) else 0.0
+        counted = self.counted(elapsed)
         rows = self._store.live_processes()
         dead = [row for row in rows if self._liveness(row) is Liveness.DEAD]
         settled = self.settle(dead, "died") if dead else 0

@@ -34,6 +34,9 @@ MAX_START_FAILURES = 5
 HARD_END_SECONDS = 5.0
 """How long workers have to end their effects hard before they are killed."""
 
+LISTEN_SECONDS = 0.5
+"""How often the heartbeats of children are looked at."""
+
 BACKOFF_SECONDS = (0.0, 0.2, 0.5, 1.0, 2.0)
 
 Entry = Callable[[str, str], tuple[Callable[..., None], tuple[object, ...]]]
@@ -47,6 +50,8 @@ class _Child:
     slot: int
     started: float
     ready: bool = False
+    heartbeat: int = 0
+    silent: float = 0.0
 
 
 @dataclass(slots=True)
@@ -73,6 +78,7 @@ class Supervisor:
         self._draining = False
         self._hard_at: float | None = None
         self._killed = False
+        self._last_listen: float | None = None
         self.forced = False
 
     def add(self, name: str, entry: Entry, *, prefix: str = "worker") -> None:
@@ -105,6 +111,7 @@ class Supervisor:
         if self._draining:
             self._press_on()
             return
+        self._end_silent()
         now = self._clock.monotonic()
         for index, slot in enumerate(self._slots):
             if slot.child is None and not slot.retired and now >= slot.not_before:
@@ -176,6 +183,29 @@ class Supervisor:
         elif self._clock.monotonic() - child.started > START_LIMIT_SECONDS:
             log.warning("%s does not become ready and is replaced", slot.name)
             child.process.kill()
+            child.started = self._clock.monotonic()
+
+    def _end_silent(self) -> None:
+        """Kill children that live without a heartbeat for lease and grace: stopped, or stuck. Others take their place."""
+        now = self._clock.monotonic()
+        elapsed = 0.0 if self._last_listen is None else now - self._last_listen
+        if self._last_listen is not None and elapsed < LISTEN_SECONDS:
+            return
+        self._last_listen = now
+        rows = {row.process_id: row for row in self._store.live_processes()}
+        for slot in self._slots:
+            child = slot.child
+            row = None if child is None else rows.get(child.process_id)
+            if child is None or row is None:
+                continue
+            if row.heartbeat_at != child.heartbeat:
+                child.heartbeat, child.silent = row.heartbeat_at, 0.0
+                continue
+            child.silent += self._rescuer.counted(elapsed)
+            if child.silent >= self._rescuer.patience:
+                log.warning("%s (pid %d) has been silent for %.0f s and is replaced", slot.name, row.pid, child.silent)
+                child.silent = 0.0
+                child.process.kill()
 
     def _reap(self, slot: _Slot, child: _Child) -> None:
         code = child.process.exitcode
