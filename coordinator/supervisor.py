@@ -186,7 +186,7 @@ class Supervisor:
             child.started = self._clock.monotonic()
 
     def _end_silent(self) -> None:
-        """Kill children that live without a heartbeat for lease and grace: stopped, or stuck. Others take their place."""
+        """Kill children without a heartbeat for lease and grace: stopped, or stuck. Others take their place."""
         now = self._clock.monotonic()
         elapsed = 0.0 if self._last_listen is None else now - self._last_listen
         if self._last_listen is not None and elapsed < LISTEN_SECONDS:
