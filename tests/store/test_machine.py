@@ -7,8 +7,10 @@ final states stay, every move is in the tables of moves, and the history has no 
 
 from __future__ import annotations
 
+import random
 import shutil
 import tempfile
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -17,15 +19,16 @@ from agentctl.store import states
 from agentctl.store.engine import Store
 from agentctl.store.errors import LeaseLost
 from agentctl.store.records import Batch, Claim, EffectEnd, EffectRequest, RecordedEffect, StartedEffect, StartRefused
-from hypothesis import HealthCheck, settings
+from hypothesis import HealthCheck, Phase, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 from support.builders import Driver, Hand, effect_request, new_run
 from support.clock import ManualClock
 from support.rows import check_chains, everything, ledger_line, rows
-from support.scale import repeats
+from support.scale import repeats, scale
 
 HOLDERS = ("w1", "w2", "w3")
+PICK = st.integers(0, 11)
 IDEMPOTENCY = ("pure", "idempotent", "keyed", "at_most_once", "unknown")
 CLASSES = ("observe", "external_mutate", "process_execution")
 ENDS = ("succeeded", "failed", "uncertain", "requested", "cancelled")
@@ -62,6 +65,7 @@ class ModelAttempt:
     position: int
     lost: int = 0
     confirmed_before: int = 0
+    closed: bool = False
     effects: list[ModelEffect] = field(default_factory=list)
 
     @property
@@ -74,8 +78,8 @@ class ModelAttempt:
 
 
 class StoreMachine(RuleBasedStateMachine):
-    @initialize()
-    def open(self) -> None:
+    @initialize(tasks=st.integers(1, 4), limit=st.integers(0, 6), deliveries=st.integers(1, 3))
+    def open(self, tasks: int, limit: int, deliveries: int) -> None:
         self.folder = Path(tempfile.mkdtemp(prefix="agentctl-model-"))
         self.clock = ManualClock()
         self.store = Store(self.folder / "agentctl.db", self.clock, create=True, sync=lambda: None)
@@ -84,6 +88,9 @@ class StoreMachine(RuleBasedStateMachine):
         self.claims: dict[str, Claim] = {}
         self.late: list[Claim] = []
         self.seen: dict[tuple[str, object], str] = {}
+        self.create(tasks, limit, deliveries)
+        self.enqueue(0, tasks)
+        self.claim(0)
 
     def teardown(self) -> None:
         if hasattr(self, "store"):
@@ -101,11 +108,15 @@ class StoreMachine(RuleBasedStateMachine):
         driver = Driver(self.store, run_id)
         self.runs[run_id] = ModelRun(driver, limit, deliveries, ["pending"] * tasks, [0] * tasks)
 
+    def alive(self) -> list[ModelRun]:
+        return [run for run in self.runs.values() if not run.ended and not run.cancelled]
+
     def open_run(self, pick: int) -> tuple[str, ModelRun] | None:
         candidates = [(run_id, run) for run_id, run in self.runs.items() if not run.ended]
         return candidates[pick % len(candidates)] if candidates else None
 
-    @rule(pick=st.integers(0, 5), count=st.integers(1, 3))
+    @precondition(lambda self: any("pending" in run.tasks or "retry_scheduled" in run.tasks for run in self.alive()))
+    @rule(pick=PICK, count=st.integers(1, 4))
     def enqueue(self, pick: int, count: int) -> None:
         found = self.open_run(pick)
         if found is None or found[1].cancelled:
@@ -119,7 +130,8 @@ class StoreMachine(RuleBasedStateMachine):
         if waiting:
             run.driver.write(batch)
 
-    @rule(pick=st.integers(0, 5), retry=st.booleans())
+    @precondition(lambda self: self.store.runs_with_finished())
+    @rule(pick=PICK, retry=st.booleans())
     def commit(self, pick: int, retry: bool) -> None:
         found = self.open_run(pick)
         if found is None:
@@ -127,44 +139,53 @@ class StoreMachine(RuleBasedStateMachine):
         run = found[1]
         for done in run.driver.commit(retry=retry and not run.cancelled):
             state = done.outcome
+            self.attempts[done.attempt_id].closed = state != "uncertain"
             if state == "uncertain":
                 state = "waiting_for_effect"
             elif state == "failed" and retry and not run.cancelled:
                 state = "retry_scheduled"
             run.tasks[done.position] = state
 
-    @rule(pick=st.integers(0, 5))
+    @precondition(lambda self: len(self.late) > 3 and self.alive())
+    @rule(pick=PICK)
     def cancel(self, pick: int) -> None:
         found = self.open_run(pick)
         if found is not None:
             assert self.store.request_cancel(found[0], reason="model", actor="x") == (True, "running")
             found[1].cancelled = True
 
-    @rule(pick=st.integers(0, 5))
+    @precondition(lambda self: any(run.cancelled and not run.ended for run in self.runs.values()))
+    @rule(pick=PICK)
     def stop(self, pick: int) -> None:
         found = self.open_run(pick)
         if found is None or not found[1].cancelled:
             return
         run_id, run = found
         run.driver.write(Batch(stop="cancel_requested"))
+        for attempt in self.attempts.values():
+            if attempt.run == run_id:
+                attempt.closed = attempt.closed or run.tasks[attempt.position] not in states.TASK_FINAL | {"running"}
+                for effect in attempt.effects:
+                    if effect.status == "requested" and attempt.closed:
+                        effect.status = "cancelled"
         for position, state in enumerate(run.tasks):
-            if state not in states.TASK_FINAL and state != "running":
+            if state not in states.TASK_FINAL | {"running"}:
                 run.tasks[position] = "cancelled"
-                for attempt in self.attempts.values():
-                    if (attempt.run, attempt.position) == (run_id, position):
-                        for effect in attempt.effects:
-                            if effect.status == "requested":
-                                effect.status = "cancelled"
         if all(state in states.TASK_FINAL for state in run.tasks):
             run.driver.end("cancelled", "cancel_requested")
             run.ended = True
 
     # -- workers ---------------------------------------------------------------------------------------------------
 
-    @rule(holder=st.sampled_from(HOLDERS))
-    def claim(self, holder: str) -> None:
-        if holder in self.claims:
-            return
+    def holding(self, pick: int) -> tuple[str, Claim]:
+        """One of those who hold a claim."""
+        return sorted(self.claims.items())[pick % len(self.claims)]
+
+    @precondition(lambda self: len(self.claims) < len(HOLDERS))
+    @rule(pick=PICK)
+    def claim(self, pick: int) -> None:
+        free = [holder for holder in HOLDERS if holder not in self.claims]
+        holder = free[pick % len(free)]
         claim = Hand(self.store, holder).claim()
         ready = [
             (run_id, position)
@@ -208,17 +229,16 @@ class StoreMachine(RuleBasedStateMachine):
             usage={"toolCalls": used} if used else {},
         )
 
+    @precondition(lambda self: self.claims)
     @rule(
-        holder=st.sampled_from(HOLDERS),
+        pick=PICK,
         idempotency=st.sampled_from(IDEMPOTENCY),
         effect_class=st.sampled_from(CLASSES),
         units=st.integers(0, 3),
         previous=st.sampled_from(("succeeded", "failed")),
     )
-    def start(self, holder: str, idempotency: str, effect_class: str, units: int, previous: str) -> None:
-        claim = self.claims.get(holder)
-        if claim is None:
-            return
+    def start(self, pick: int, idempotency: str, effect_class: str, units: int, previous: str) -> None:
+        holder, claim = self.holding(pick)
         attempt = self.attempts[claim.fence.attempt_id]
         run = self.runs[attempt.run]
         end = self.ended_as(attempt, previous)
@@ -247,28 +267,27 @@ class StoreMachine(RuleBasedStateMachine):
             known.sent += 1
             run.reserved[known.request.effect_id] = known.units
 
-    @rule(holder=st.sampled_from(HOLDERS))
-    def ask_again(self, holder: str) -> None:
+    @precondition(lambda self: self.claims)
+    @rule(pick=PICK)
+    def ask_again(self, pick: int) -> None:
         """What has ended before is remembered."""
-        claim = self.claims.get(holder)
-        if claim is None:
-            return
+        holder, claim = self.holding(pick)
         for effect in self.attempts[claim.fence.attempt_id].effects:
             if effect.status in states.EFFECT_FINAL:
                 answer = Hand(self.store, holder).start(claim, effect.request)
                 assert isinstance(answer, RecordedEffect)
                 assert answer.status == effect.status
 
+    @precondition(lambda self: self.claims)
     @rule(
-        holder=st.sampled_from(HOLDERS),
+        pick=PICK,
         outcome=st.sampled_from(("succeeded", "failed", "cancelled")),
         how=st.sampled_from(("succeeded", "failed", "cancelled")),
         further=st.booleans(),
     )
-    def finish(self, holder: str, outcome: str, how: str, further: bool) -> None:
-        claim = self.claims.pop(holder, None)
-        if claim is None:
-            return
+    def finish(self, pick: int, outcome: str, how: str, further: bool) -> None:
+        holder, claim = self.holding(pick)
+        del self.claims[holder]
         end = self.ended_as(self.attempts[claim.fence.attempt_id], how)
         following = Hand(self.store, holder).finish(claim, outcome, effect=end, next_claim=further)
         self.late.append(claim)
@@ -282,22 +301,22 @@ class StoreMachine(RuleBasedStateMachine):
             ]
             self.begin(holder, following, ready)
 
-    @rule(holder=st.sampled_from(HOLDERS), how=st.sampled_from(("succeeded", "failed", "requested")))
-    def release(self, holder: str, how: str) -> None:
-        claim = self.claims.pop(holder, None)
-        if claim is None:
-            return
+    @precondition(lambda self: self.claims)
+    @rule(pick=PICK, how=st.sampled_from(("succeeded", "failed", "requested")))
+    def release(self, pick: int, how: str) -> None:
+        holder, claim = self.holding(pick)
+        del self.claims[holder]
         attempt = self.attempts[claim.fence.attempt_id]
         self.store.release(claim, effect=self.ended_as(attempt, how), reason="drain")
         attempt.confirmed_before = attempt.confirmed
         self.runs[attempt.run].tasks[attempt.position] = "ready"
         self.late.append(claim)
 
-    @rule(holder=st.sampled_from(HOLDERS), alive=st.booleans())
-    def die(self, holder: str, alive: bool) -> None:
-        claim = self.claims.pop(holder, None)
-        if claim is None:
-            return
+    @precondition(lambda self: self.claims)
+    @rule(pick=PICK, alive=st.booleans())
+    def die(self, pick: int, alive: bool) -> None:
+        holder, claim = self.holding(pick)
+        del self.claims[holder]
         self.late.append(claim)
         attempt = self.attempts[claim.fence.attempt_id]
         run = self.runs[attempt.run]
@@ -398,10 +417,66 @@ class StoreMachine(RuleBasedStateMachine):
 
 
 StoreMachine.TestCase.settings = settings(
-    max_examples=repeats(400, at_least=40),
+    max_examples=repeats(400, at_least=30),
     stateful_step_count=40,
     deadline=None,
+    phases=[phase for phase in Phase if phase is not Phase.shrink or scale() >= 1],  # shrinking takes minutes
     suppress_health_check=list(HealthCheck),
     print_blob=True,
 )
 TestStoreMachine = StoreMachine.TestCase
+
+
+@pytest.mark.parametrize("seed", range(repeats(80, at_least=8)))
+def test_long_walks(seed: int) -> None:
+    """The same machine on long random walks, weighted by what a busy pool does: they reach what short examples do not."""
+    chance = random.Random(seed)
+    machine = StoreMachine()
+    machine.open(4, chance.choice([0, 3, 6, 6]), chance.randint(1, 3))
+
+    def pick() -> int:
+        return chance.randint(0, 11)
+
+    def start() -> None:
+        how = chance.choice(("succeeded", "failed"))
+        machine.start(pick(), chance.choice(IDEMPOTENCY), chance.choice(CLASSES), chance.randint(0, 3), how)
+
+    moves: list[tuple[int, Callable[[], object], Callable[[], object]]] = [
+        (8, start, lambda: machine.claims),
+        (4, lambda: machine.claim(pick()), lambda: len(machine.claims) < len(HOLDERS)),
+        (2, lambda: machine.ask_again(pick()), lambda: machine.claims),
+        (2, lambda: machine.die(pick(), chance.random() < 0.2), lambda: machine.claims),
+        (
+            2,
+            lambda: machine.release(pick(), chance.choice(("succeeded", "failed", "requested", "requested"))),
+            lambda: machine.claims,
+        ),
+        (
+            3,
+            lambda: machine.finish(
+                pick(),
+                chance.choice(("succeeded", "failed", "failed", "cancelled")),
+                chance.choice(("succeeded", "failed", "cancelled")),
+                chance.random() < 0.5,
+            ),
+            lambda: machine.claims,
+        ),
+        (4, lambda: machine.commit(pick(), chance.random() < 0.8), lambda: machine.store.runs_with_finished()),
+        (4, lambda: machine.enqueue(pick(), 3), machine.alive),
+        (2, lambda: machine.act_too_late(pick(), chance.choice(("finish", "start", "release", "rescue"))), lambda: machine.late),
+        (1, lambda: machine.create(4, chance.randint(0, 6), chance.randint(1, 3)), lambda: len(machine.runs) < 4),
+        (1, lambda: machine.cancel(pick()), lambda: len(machine.late) > 12 and machine.alive()),
+        (1, lambda: machine.stop(pick()), lambda: machine.late),
+    ]
+    try:
+        for _ in range(120):
+            possible = [(weight, move) for weight, move, guard in moves if guard()]
+            [move] = chance.choices([move for _, move in possible], [weight for weight, _ in possible])
+            move()
+            machine.tables_agree_with_the_model()
+            machine.one_live_attempt_per_task()
+            machine.reservations_add_up_and_limits_hold()
+            machine.nothing_moves_against_the_tables()
+            machine.history_is_whole()
+    finally:
+        machine.teardown()
