@@ -79,6 +79,9 @@ def coordinator_main(config: CoordinatorConfig) -> None:
     except AgentctlError as error:
         log.error("%s", error.message)
         os._exit(5)
+    except OSError as error:
+        log.error("%s: %s", error.filename or config.path, error.strerror)
+        os._exit(5)
     os._exit(0)
 
 
@@ -86,7 +89,8 @@ def serve(config: CoordinatorConfig, parent_sentinel: int | None) -> None:
     """Coordinate until SIGTERM or SIGINT, a drain request, or the end of the parent."""
     stop = StopSignal()
     clock = SystemClock()
-    store = Store(config.path, clock, create=True, cache_kib=16384)
+    # The child of a supervisor never makes a database: it would be another one than the supervisor's.
+    store = Store(config.path, clock, create=config.parent_process_id is None, cache_kib=16384)
     row = process_row(
         "coordinator",
         config.process_id,

@@ -68,6 +68,9 @@ def worker_main(config: WorkerConfig) -> None:
     except AgentctlError as error:
         log.error("%s", error.message)
         os._exit(EXIT_FAILED)
+    except OSError as error:
+        log.error("%s: %s", error.filename or config.path, error.strerror)
+        os._exit(EXIT_FAILED)
     os._exit(EXIT_DRAINED)
 
 
@@ -81,6 +84,7 @@ class Worker:
         self._timing = Timing(config.lease, config.heartbeat)
         self._parent = parent_sentinel
         self._signals = 0
+        self._fresh = True
         self._self_pipe = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
         if os.getsid(0) != os.getpid():
             os.setsid()
@@ -153,9 +157,15 @@ class Worker:
     def _claim(self, idle: bool) -> Claim | None:
         if idle and not self._store.has_ready(self._config.only_run):
             return None
-        return self._store.claim(
-            self._config.process_id, only_run=self._config.only_run, lease_ms=self._timing.lease_ms, awake=idle
+        claim = self._store.claim(
+            self._config.process_id,
+            only_run=self._config.only_run,
+            lease_ms=self._timing.lease_ms,
+            awake=idle or self._fresh,
         )
+        if claim is not None:
+            self._fresh = False
+        return claim
 
     def _execute(self, claim: Claim) -> Claim | None:
         """Run one delivery and finish it; returns the next claim if there is one."""

@@ -424,7 +424,7 @@ class Field:
         sql = (
             "SELECT p.process_id, p.name, p.pid, p.state FROM attempts a JOIN processes p ON p.process_id = a.holder "
             "JOIN effects e ON e.attempt_id = a.attempt_id "
-            "WHERE a.run_id = ? AND a.state = 'claimed' AND e.status = 'started'"
+            "WHERE a.run_id = ? AND a.state = 'claimed' AND e.status = 'started' ORDER BY a.delivery, a.attempt_id"
         )
         found = self.rows(sql, run_id)
         return WorkerRow(*found[0]) if found else None

@@ -1,0 +1,79 @@
+"""Field report 2: «database is locked» although a long busy timeout is set."""
+
+from __future__ import annotations
+
+import re
+import threading
+from pathlib import Path
+
+import agentctl.store
+import pytest
+from support.field import Field, Result, bound, seconds
+
+TASKS = 400
+
+
+@pytest.mark.timeout(900)
+def test_a_stranger_that_locks_back_to_back_costs_time_only(field: Field) -> None:
+    """400 TICK-I(0.05) on 8 workers while a stranger holds the write lock, and somebody asks for the status."""
+    pool = field.pool(8)
+    file = field.workflow("locked", [field.tick_fan("t", TASKS, seconds(0.05), idempotent=True)])
+    locker = field.locker(seconds(0.2), seconds(4), seconds(60), seed=2)
+    run_id = field.submit(file)
+    waiting = field.start("wait", run_id, "--output", "json")
+    answers: list[Result] = []
+    over = threading.Event()
+
+    def ask() -> None:
+        while not over.wait(0.5):
+            answers.append(field.json("status", run_id))
+
+    thread = threading.Thread(target=ask)
+    thread.start()
+    try:
+        outcome = waiting.wait(300)
+        held = int(locker.wait(120).out)
+    finally:
+        over.set()
+        thread.join()
+    assert held >= 3
+    assert (outcome.code, outcome.data["state"]) == (0, "succeeded"), outcome.err
+    assert sorted(field.labels()) == sorted(f"t-{number}" for number in range(TASKS))
+    assert set(field.tasks(run_id).values()) == {("succeeded", 1, 1)}
+    assert len(answers) >= 3
+    assert {answer.code for answer in answers} == {0}
+    # Starting the program is part of it: on a machine that also runs eight workers that is most of the time.
+    assert sorted(answer.seconds for answer in answers)[len(answers) // 2] < bound(1)
+    assert max(answer.seconds for answer in answers) < bound(3)
+    field.check_clean_end(drained=[pool])
+
+
+@pytest.mark.timeout(300)
+def test_a_lock_that_is_there_before_the_program(field: Field) -> None:
+    """Whoever meets the lock first (submit, run, a new pool, cancel) waits for it, too."""
+    file = field.workflow("locked", [field.tick_task("t", idempotent=True)])
+    field.submit(file)
+    locker = field.locker(seconds(4, 0.6), seconds(4, 0.6), seconds(20, 4), seed=3)
+    run = field.start("run", file, "--output", "json")
+    submitted = field.start("submit", file, "--output", "json")
+    pool = field.start("workers", "start", "-n", "2")
+    assert run.wait(120).code == 0
+    run_id = submitted.wait().data["runId"]
+    assert field.json("wait", run_id, limit=120).code == 0
+    assert field.json("cancel", run_id).code == 0
+    locker.wait()
+    field.stop(pool)
+    field.check_clean_end()
+
+
+def test_no_transaction_is_upgraded_from_reading_to_writing() -> None:
+    """Every writing transaction begins as immediate: the only other BEGIN is that of the reading ones."""
+    found = []
+    for path in sorted(Path(agentctl.store.__path__[0]).rglob("*.py")):
+        for number, line in enumerate(path.read_text().splitlines(), 1):
+            for begin in re.findall(r"""["']\s*(BEGIN\b[^"']*)["']""", line):
+                found.append((path.name, number, begin))
+    assert {name for name, _, begin in found if begin != "BEGIN IMMEDIATE"} <= {"database.py"}, found
+    deferred = [begin for _, _, begin in found if begin != "BEGIN IMMEDIATE"]
+    assert len(deferred) <= 1, found
+    assert len(found) > len(deferred)

@@ -1,0 +1,52 @@
+"""Field report 3: the lease ran out, and a finished task is overwritten or a long one is started again."""
+
+from __future__ import annotations
+
+import os
+import signal
+
+import pytest
+from support.field import Field, eventually, gone, seconds
+
+LEASE = 1.5
+
+
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("idempotent", [True, False])
+def test_a_frozen_worker_is_ended_before_anything_is_handed_on(field: Field, idempotent: bool) -> None:
+    """SIGSTOP to the worker, not to its child; another worker is well. Then SIGCONT, which nobody is there to hear."""
+    lease = seconds(5, LEASE)
+    field.lease(lease)
+    pool = field.pool(2)
+    run_id = field.submit(field.workflow("frozen", [field.tick_task("t", lease * 0.6, idempotent=idempotent)]))
+    frozen = field.busy(run_id)
+    os.kill(frozen.pid, signal.SIGSTOP)
+    outcome = field.json("wait", run_id, limit=lease * 4 + 30)
+    assert gone(frozen.pid), "the frozen holder lives while its task went on"
+    assert not any(effect == field.lines()[0].effect for effect in field.effect_processes().values())
+    if idempotent:
+        assert (outcome.code, outcome.data["state"]) == (0, "succeeded")
+        assert field.labels() == ["t", "t"]
+        assert field.tasks(run_id) == {"t": ("succeeded", 1, 2)}
+        assert field.rows("SELECT status, dispatches FROM effects") == [("succeeded", 2)]
+    else:
+        assert (outcome.code, outcome.data["state"], outcome.data["reason"]) == (3, "paused", "uncertain_effect")
+        assert field.labels() == ["t"]
+        assert field.tasks(run_id) == {"t": ("waiting_for_effect", 1, 1)}
+        assert field.rows("SELECT status, dispatches FROM effects") == [("uncertain", 1)]
+    eventually(lambda: len(field.workers("idle")) == 2, "the pool replaces the frozen worker", 10)
+    field.check_clean_end(drained=[pool], uncertain=not idempotent)
+
+
+@pytest.mark.timeout(600)
+def test_a_task_that_takes_longer_than_its_lease_is_left_alone(field: Field) -> None:
+    """Case (c): 16 TICK-N of four leases each on 8 workers, nothing disturbed."""
+    lease = seconds(5, 1.2)
+    field.lease(lease)
+    pool = field.pool(8)
+    run_id = field.submit(field.workflow("long", [field.tick_fan("t", 16, 4 * lease, idempotent=False)]))
+    outcome = field.json("wait", run_id, limit=8 * lease + 60)
+    assert (outcome.code, outcome.data["state"]) == (0, "succeeded")
+    assert sorted(field.labels()) == sorted(f"t-{number}" for number in range(16))
+    assert set(field.tasks(run_id).values()) == {("succeeded", 1, 1)}
+    field.check_clean_end(drained=[pool])

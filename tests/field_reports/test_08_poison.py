@@ -1,0 +1,67 @@
+"""Field report 8: a task that kills its worker comes back for ever.
+
+`retry` of the run, which is to begin anew and stop at three again, follows with that verb.
+"""
+
+from __future__ import annotations
+
+import pytest
+from support.field import Field
+
+GOOD = 20
+POISON = 'printf "%s bad %s\\n" "$AGENTCTL_EFFECT_ID" 0 >> "$0"; kill -9 "$PPID"; sleep 60'
+
+
+def _poison(field: Field, idempotency: str) -> str:
+    return field.workflow(
+        "poison",
+        [
+            {
+                "id": "bad",
+                "uses": "action:poison",
+                "failure": "continue",
+                "retry": {"maxAttempts": 3},
+                "with": {"args": ["-c", POISON, str(field.ledger)]},
+            },
+            field.tick_fan("good", GOOD, 0.05, idempotent=True),
+        ],
+        actions={"poison": {"kind": "builtin.shell.exec", "command": "sh", "idempotency": idempotency}},
+    )
+
+
+@pytest.mark.timeout(300)
+def test_a_task_that_kills_its_worker_ends_after_three_deliveries(field: Field) -> None:
+    """Every delivery is counted when it is claimed; the retry policy does not start it anew; the good ones succeed."""
+    pool = field.pool(4)
+    run_id = field.submit(_poison(field, "idempotent"))
+    outcome = field.json("wait", run_id, limit=120)
+    assert (outcome.code, outcome.data["state"]) == (4, "failed")
+    assert field.labels().count("bad") == 3
+    tasks = field.tasks(run_id)
+    assert tasks.pop("bad") == ("failed", 1, 3)
+    assert set(tasks.values()) == {("succeeded", 1, 1)}
+    assert len(tasks) == GOOD
+    inspected = field.json("inspect", run_id).data
+    [bad] = [task for task in inspected["tasks"] if task["taskId"] == "bad"]
+    assert bad["error"]["code"] == "worker_lost"
+    workers = field.json("workers", "list").data["workers"]
+    assert sum(worker["state"] == "dead" for worker in workers) == 3
+    assert len(workers) <= 4 + 3
+    field.check_clean_end(drained=[pool])
+
+
+@pytest.mark.timeout(300)
+def test_one_that_must_not_be_repeated_does_it_once(field: Field) -> None:
+    """The same with an action that is not idempotent, in a foreground run with a pool of its own."""
+    outcome = field.json("run", _poison(field, "at_most_once"), "--workers", "4", limit=120)
+    assert (outcome.code, outcome.data["state"], outcome.data["reason"]) == (3, "paused", "uncertain_effect")
+    run_id = outcome.data["runId"]
+    assert field.labels().count("bad") == 1
+    tasks = field.tasks(run_id)
+    assert tasks.pop("bad") == ("waiting_for_effect", 1, 1)
+    assert set(tasks.values()) == {("succeeded", 1, 1)}
+    # Resuming does not execute it, either.
+    again = field.json("resume", run_id, limit=120)
+    assert (again.code, again.data["reason"]) == (3, "uncertain_effect")
+    assert field.labels().count("bad") == 1
+    field.check_clean_end(uncertain=True)
