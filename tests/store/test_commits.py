@@ -68,9 +68,7 @@ def test_a_batch_decided_before_a_cancel_is_decided_again(store: Store, driver: 
     assert store.run_head("run-1")[1] == revision + 1
     before = everything(store)
     with pytest.raises(RunMoved):
-        store.commit_batch(
-            driver.run, ending(0), driver=driver.name, epoch=driver.epoch, revision=revision
-        )
+        store.commit_batch(driver.run, ending(0), driver=driver.name, epoch=driver.epoch, revision=revision)
     assert everything(store) == before
     driver.write(ending(0))
 
@@ -140,9 +138,7 @@ def test_a_result_that_is_the_effects_is_stored_once(store: Store, driver: Drive
     claim = hand.take()
     request = effect_request(claim)
     hand.start(claim, request)
-    hand.finish(
-        claim, effect=EffectEnd(request.effect_id, "succeeded", result_json='"of the effect"'), result=None
-    )
+    hand.finish(claim, effect=EffectEnd(request.effect_id, "succeeded", result_json='"of the effect"'), result=None)
     [done] = driver.commit()
     assert done.result_json == '"of the effect"'
     assert scalar(store, "SELECT output_json FROM tasks WHERE position = 0") == '"of the effect"'
@@ -286,7 +282,10 @@ def a_story(store: Store, driver: Driver) -> None:
 
 
 def test_the_chain_tells_what_the_tables_tell(store: Store, driver: Driver) -> None:
-    steps: list[Callable[[], object]] = [lambda: a_story(store, driver), lambda: driver.end("paused", "uncertain_effect")]
+    steps: list[Callable[[], object]] = [
+        lambda: a_story(store, driver),
+        lambda: driver.end("paused", "uncertain_effect"),
+    ]
     for step in steps:
         check_chains(store)
         step()

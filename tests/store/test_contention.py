@@ -100,7 +100,7 @@ def test_a_limit_holds_to_the_last_unit_for_eight_pullers(store: Store, children
         lines.append(here)
     barrier.wait(PATIENCE * time_factor())
     while not all(line.poll() for line in lines):
-        limit, used, reserved = ledger_line(store, "toolCalls")
+        _, used, reserved = ledger_line(store, "toolCalls")
         sums.append(used + reserved)
     executed = [line.recv() for line in lines]
     assert children.join() == [0] * PROCESSES

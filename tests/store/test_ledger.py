@@ -71,9 +71,9 @@ def test_a_refusal_holds_nothing_and_names_the_dimension(store: Store) -> None:
     first, second, third = begin(store, {"turns": 5, "toolCalls": 10})
     assert start(store, first, {"turns": 1, "toolCalls": 6})[1] == StartedEffect(1)
     request, answer = start(store, second, {"turns": 1, "toolCalls": 6})
-    assert answer == StartRefused(
-        "budget", {"dimension": "toolCalls", "limit": 10, "attempted": 12, "wait": True}
-    ) or (isinstance(answer, StartRefused) and answer.detail["dimension"] == "toolCalls" and answer.detail["wait"])
+    assert answer == StartRefused("budget", {"dimension": "toolCalls", "limit": 10, "attempted": 12, "wait": True}) or (
+        isinstance(answer, StartRefused) and answer.detail["dimension"] == "toolCalls" and answer.detail["wait"]
+    )
     assert ledger_line(store, "turns") == (5, 0, 1)
     assert rows(store, "SELECT 1 FROM effects WHERE effect_id = ?", request.effect_id) == []
     # What can never fit does not wait for others.
@@ -177,8 +177,6 @@ def test_usage_without_a_limit_is_counted_all_the_same(store: Store) -> None:
 def test_more_used_than_held_is_shown_and_stops_what_follows(store: Store) -> None:
     first, second, _ = begin(store, {"turns": 4})
     request, _ = start(store, first, {"turns": 1})
-    Hand(store, first.fence.holder).finish(
-        first, effect=EffectEnd(request.effect_id, "succeeded", usage={"turns": 6})
-    )
+    Hand(store, first.fence.holder).finish(first, effect=EffectEnd(request.effect_id, "succeeded", usage={"turns": 6}))
     assert ledger_line(store, "turns") == (4, 6, 0)
     assert isinstance(start(store, second, {"turns": 1})[1], StartRefused)

@@ -429,7 +429,7 @@ TestStoreMachine = StoreMachine.TestCase
 
 @pytest.mark.parametrize("seed", range(repeats(80, at_least=8)))
 def test_long_walks(seed: int) -> None:
-    """The same machine on long random walks, weighted by what a busy pool does: they reach what short examples do not."""
+    """The same machine on long random walks, weighted by what a busy pool does: they go deeper than short examples."""
     chance = random.Random(seed)
     machine = StoreMachine()
     machine.open(4, chance.choice([0, 3, 6, 6]), chance.randint(1, 3))
@@ -463,7 +463,11 @@ def test_long_walks(seed: int) -> None:
         ),
         (4, lambda: machine.commit(pick(), chance.random() < 0.8), lambda: machine.store.runs_with_finished()),
         (4, lambda: machine.enqueue(pick(), 3), machine.alive),
-        (2, lambda: machine.act_too_late(pick(), chance.choice(("finish", "start", "release", "rescue"))), lambda: machine.late),
+        (
+            2,
+            lambda: machine.act_too_late(pick(), chance.choice(("finish", "start", "release", "rescue"))),
+            lambda: machine.late,
+        ),
         (1, lambda: machine.create(4, chance.randint(0, 6), chance.randint(1, 3)), lambda: len(machine.runs) < 4),
         (1, lambda: machine.cancel(pick()), lambda: len(machine.late) > 12 and machine.alive()),
         (1, lambda: machine.stop(pick()), lambda: machine.late),

@@ -209,7 +209,9 @@ def find_after_cut(story: Story, seed: int, folder: Path) -> str | None:
     folder.mkdir(parents=True)
     for name, content in story.disk.after_cut(moment, chance).items():
         (folder / Path(name).name).write_bytes(content)
-    promised = max((i for i, known in enumerate(story.history) if known.promised and known.moment <= moment), default=-1)
+    promised = max(
+        (i for i, known in enumerate(story.history) if known.promised and known.moment <= moment), default=-1
+    )
     store = Store(folder / "agentctl.db", ManualClock(), create=True)
     try:
         if scalar(store, "PRAGMA integrity_check") != "ok":

@@ -122,7 +122,9 @@ def test_only_the_removal_of_a_whole_run_takes_its_history_along(busy: Store) ->
 
 
 def test_all_tables_are_strict(store: Store) -> None:
-    tables = rows(store, "SELECT name, strict FROM pragma_table_list WHERE schema = 'main' AND name NOT LIKE 'sqlite_%'")
+    tables = rows(
+        store, "SELECT name, strict FROM pragma_table_list WHERE schema = 'main' AND name NOT LIKE 'sqlite_%'"
+    )
     assert {name for name, strict in tables if not strict} == set()
     assert {name for name, _ in tables} == {*TABLES, "meta"}
 
@@ -154,7 +156,9 @@ def test_the_schema_knows_the_states_of_the_tables_of_moves(
     assert {state for state, following in moves.items() if not following} == set(final)
     assert set().union(*moves.values()) <= set(moves)
     end = "completed_at" if table == "effects" else "ended_at"
-    found = re.search(rf"CREATE TABLE {table} .*?CHECK \(\({column} IN \(([^)]*)\)\) = \({end} IS NOT NULL\)\)", SCHEMA, re.S)
+    found = re.search(
+        rf"CREATE TABLE {table} .*?CHECK \(\({column} IN \(([^)]*)\)\) = \({end} IS NOT NULL\)\)", SCHEMA, re.S
+    )
     assert found is not None
     assert set(re.findall(r"'(\w+)'", found[1])) == set(final)
 
@@ -291,7 +295,9 @@ def test_another_program_that_has_its_tables_in_the_wal_only(tmp_path: Path) -> 
     connection.close()
 
 
-@pytest.mark.parametrize("content", [b"no database at all\n" * 100, os.urandom(8192), b"SQLite format 3\0" + b"\xff" * 4080])
+@pytest.mark.parametrize(
+    "content", [b"no database at all\n" * 100, os.urandom(8192), b"SQLite format 3\0" + b"\xff" * 4080]
+)
 def test_what_is_no_database_is_told_and_left_alone(tmp_path: Path, content: bytes) -> None:
     path = tmp_path / "agentctl.db"
     path.write_bytes(content)

@@ -1,4 +1,4 @@
-"""Short ways to runs, effects and a driver that decides nothing clever. All of it goes through the store's own verbs."""
+"""Short ways to runs, effects and a driver that decides nothing. All of it goes through the store's own verbs."""
 
 from __future__ import annotations
 

@@ -160,7 +160,7 @@ class RecordedFile(apsw.VFSFile):
         self._inode = disk.opened(self._name) if self._name.startswith(str(disk.path)) else None
         super().__init__("unix", name, flags)
 
-    def xWrite(self, data: bytes, offset: int) -> None:  # noqa: N802
+    def xWrite(self, data: bytes, offset: int) -> None:
         taken = None if self._disk.on_write is None else self._disk.on_write(self._name, data)
         if taken is not None:
             super().xWrite(bytes(data)[:taken], offset)
@@ -169,12 +169,12 @@ class RecordedFile(apsw.VFSFile):
         if self._inode is not None:
             self._disk.record.append(Happening("write", self._inode, offset=offset, data=bytes(data)))
 
-    def xTruncate(self, size: int) -> None:  # noqa: N802
+    def xTruncate(self, size: int) -> None:
         super().xTruncate(size)
         if self._inode is not None:
             self._disk.record.append(Happening("truncate", self._inode, offset=size))
 
-    def xSync(self, flags: int) -> None:  # noqa: N802
+    def xSync(self, flags: int) -> None:
         if self._disk.on_sync is not None:
             self._disk.on_sync(self._name)
         super().xSync(flags)
@@ -189,9 +189,9 @@ class RecordingVFS(apsw.VFS):
         self._disk = disk
         super().__init__(name, base="unix")
 
-    def xOpen(self, name: str | apsw.URIFilename | None, flags: list[int]) -> RecordedFile:  # noqa: N802
+    def xOpen(self, name: str | apsw.URIFilename | None, flags: list[int]) -> RecordedFile:
         return RecordedFile(self._disk, name, flags)
 
-    def xDelete(self, name: str, sync_folder: bool) -> None:  # noqa: N802
+    def xDelete(self, name: str, sync_folder: bool) -> None:
         super().xDelete(name, sync_folder)
         self._disk.deleted(name, sync_folder)

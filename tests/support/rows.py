@@ -9,10 +9,22 @@ from agentctl.store import audit, process_identity
 from agentctl.store.database import Connection
 from agentctl.store.engine import Store
 
-TABLES = (
-    "processes runs run_documents run_outputs tasks attempts turns effects memory_values run_budgets budget_lines "
-    "budget_reservations checkpoints audit_events"
-).split()
+TABLES = [
+    "processes",
+    "runs",
+    "run_documents",
+    "run_outputs",
+    "tasks",
+    "attempts",
+    "turns",
+    "effects",
+    "memory_values",
+    "run_budgets",
+    "budget_lines",
+    "budget_reservations",
+    "checkpoints",
+    "audit_events",
+]
 
 
 def rows(store: Store, sql: str, *values: Any) -> list[tuple[Any, ...]]:

@@ -15,6 +15,7 @@ from agentctl.store import gate
 from agentctl.store.clock import SystemClock
 from agentctl.store.engine import Store
 from agentctl.store.records import EffectEnd, StartedEffect
+
 from support.builders import Hand, effect_request, new_run, process_row
 
 
