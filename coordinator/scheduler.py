@@ -85,7 +85,8 @@ class Scheduler:
             positions, values = self._memory.setdefault(key, ([], []))
             positions.append(position)
             values.append(value)
-        self._in_flight = {a.position for a in snapshot.live if a.state in ("ready", "claimed") and a.hold is None}
+        # What has finished holds its place until its batch: with it, something in the run still moves.
+        self._in_flight = {a.position for a in snapshot.live if a.state != "waiting" and a.hold is None}
         self._left = [0] * len(self.state)
         self._open = 0
         for position, state in enumerate(self.state):
