@@ -17,7 +17,7 @@ from agentctl.store import process_identity, wakeups
 from agentctl.store.canonical import loads
 from agentctl.store.clock import Clock, IdSource
 from agentctl.store.engine import Store, own_rss
-from agentctl.store.errors import RunMoved
+from agentctl.store.errors import AgentctlError, ConflictError, CorruptStore, IncompatibleVersion, RunMoved
 from agentctl.store.faults import Faults
 from agentctl.store.process_identity import Liveness, ProcessIdentity
 from agentctl.store.records import ProcessRow, Run
@@ -144,6 +144,7 @@ class Coordinator:
         self._next_look = 0.0
         self._next_heartbeat = clock.monotonic() + timing.heartbeat
         self._seen: tuple[int, int] | None = None
+        self._aside: set[str] = set()
         self._silent_drivers: dict[str, tuple[int, int | None, float]] = {}
         self._last_adoption_look: float | None = None
 
@@ -164,9 +165,13 @@ class Coordinator:
         )
         if epoch is None:
             return False
-        self.drivers[run.run_id] = RunDriver(
-            self.store, run.run_id, epoch, self.process_id, self._ids, self._faults, plan
-        )
+        try:
+            driver = RunDriver(self.store, run.run_id, epoch, self.process_id, self._ids, self._faults, plan)
+        except AgentctlError:
+            # A plan that this version cannot read: whoever can may have the run.
+            self.store.leave_run(run.run_id, driver=self.process_id, epoch=epoch)
+            raise
+        self.drivers[run.run_id] = driver
         self._seen = None
         return True
 
@@ -201,6 +206,12 @@ class Coordinator:
                 log.info("%s is driven elsewhere now", run_id)
                 del self.drivers[run_id]
                 continue
+            except (ConflictError, CorruptStore, IncompatibleVersion) as error:
+                # One damaged run must not take the others with it. Where it is the only one, its user is told.
+                if not self._adopts:
+                    raise
+                self._set_aside(run_id, error)
+                continue
             if driver.done:
                 del self.drivers[run_id]
         if again:
@@ -208,6 +219,13 @@ class Coordinator:
         if self.on_change is not None:
             self.on_change()
         return again
+
+    def _set_aside(self, run_id: str, error: AgentctlError) -> None:
+        log.error("%s cannot be driven and is set aside: %s", run_id, error.message)
+        self._aside.add(run_id)
+        driver = self.drivers.pop(run_id, None)
+        if driver is not None:
+            self.store.leave_run(run_id, driver=self.process_id, epoch=driver.epoch)
 
     def _timers_due(self) -> bool:
         now = self._clock.now()
@@ -246,11 +264,14 @@ class Coordinator:
         counted = elapsed if elapsed < max(2.0, self._timing.grace / 4) else 0.0
         silent: dict[str, tuple[int, int | None, float]] = {}
         for run in self.store.open_runs():
-            if run.run_id in self.drivers:
+            if run.run_id in self.drivers or run.run_id in self._aside:
                 continue
             if run.driver is None or self._is_dead(self.store.get_process(run.driver)):
-                if self.take(run, resume=False):
-                    log.info("adopted %s", run.run_id)
+                try:
+                    if self.take(run, resume=False):
+                        log.info("adopted %s", run.run_id)
+                except (CorruptStore, IncompatibleVersion) as error:
+                    self._set_aside(run.run_id, error)
                 continue
             before = self._silent_drivers.get(run.run_id)
             mark = (run.epoch, run.driver_lease_expires_at)

@@ -345,7 +345,6 @@ class Scheduler:
         task = self.index.tasks[position]
         origin = self.state[position]
         decision: str | None = None
-        self._value.pop(-1, None)
         try:
             snapshot = self._snapshot(position)
             memory_values = {key: loads(text) for key, text in snapshot.items()} if snapshot else _EMPTY
