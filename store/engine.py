@@ -11,6 +11,7 @@ import os
 import signal
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from datetime import datetime
 from pathlib import Path
 
 from . import audit, commits, effects, process_identity, processes, runs, task_queue
@@ -97,7 +98,8 @@ class Store:
         finally:
             other.close()
         if identity.as_text() not in known:
-            return f"it is no agentctl process of this database (pid {pid})"
+            started = datetime.fromtimestamp(self.clock.now() / 1000 - stat.age_seconds()).isoformat(" ", "seconds")
+            return f"it is no agentctl process of this database ({stat.name}, started {started}); end it if it hangs"
         if stat.state not in "Tt":
             return "it runs, and waits for another program that locks the database, or for the disk"
         return None if process_identity.kill(identity, signal.SIGKILL) else f"no permission to end pid {pid}"

@@ -90,6 +90,11 @@ class ProcessStat:
         """A zombie is dead, unless only its first thread has ended and others still run."""
         return self.state in "ZXx" and self.threads <= 1
 
+    def age_seconds(self) -> float:
+        """How long ago it was started, suspended time included."""
+        ticks = os.sysconf("SC_CLK_TCK")
+        return max(0.0, time.clock_gettime(time.CLOCK_BOOTTIME) - self.start_ticks / ticks)
+
 
 def parse_stat(text: str) -> ProcessStat:
     """Parse `/proc/PID/stat`. The name may hold spaces, newlines and parentheses: the last `)` ends it."""
