@@ -61,7 +61,7 @@ def read_inputs(pairs: Sequence[str], text: str | None, file: str | None) -> dic
             raise UsageError(f"--inputs has more than {MAX_INPUTS} bytes", remedy="use --inputs-file FILE")
         inputs = _json_object(text, "--inputs")
     elif file is not None:
-        inputs = _json_object(_read_file(file), f"--inputs-file {file}")
+        inputs = _json_object(read_file(file, "--inputs-file"), f"--inputs-file {file}")
     seen: set[str] = set()
     for pair in pairs:
         key, equals, value = pair.partition("=")
@@ -110,8 +110,19 @@ def _json_object(text: str | bytes, what: str) -> dict[str, Any]:
     return value
 
 
-def _read_file(file: str) -> bytes:
-    what = f"--inputs-file {file}"
+def read_json_file(file: str, option: str) -> Any:
+    """The JSON value of a file that an option names. Raises `UsageError`."""
+    from agentctl.store.canonical import JsonError, parse_json
+
+    try:
+        return parse_json(read_file(file, option))
+    except JsonError as error:
+        raise UsageError(f"{option} {file}: {error.message}", remedy="it must hold one JSON value") from error
+
+
+def read_file(file: str, option: str) -> bytes:
+    """The bytes of a regular file, or of stdin for `-`, that an option names. Raises `UsageError`."""
+    what = f"{option} {file}"
     try:
         if file == "-":
             data = sys.stdin.buffer.read(MAX_INPUTS_FILE + 1)
@@ -121,7 +132,7 @@ def _read_file(file: str) -> bytes:
             with open(descriptor, "rb") as stream:
                 mode = os.fstat(descriptor).st_mode
                 if not stat.S_ISREG(mode):
-                    raise UsageError(f"{what}: not a regular file", remedy="pipe it in with --inputs-file -")
+                    raise UsageError(f"{what}: not a regular file", remedy=f"pipe it in with {option} -")
                 data = stream.read(MAX_INPUTS_FILE + 1)
     except OSError as error:
         raise UsageError(f"{what}: {error.strerror}", remedy="check the name of the file") from error

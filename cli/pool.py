@@ -13,6 +13,7 @@ from pathlib import Path
 
 from agentctl.coordinator.driver import Coordinator
 from agentctl.coordinator.plan import Plan
+from agentctl.coordinator.rescue import Rescuer
 from agentctl.coordinator.service import CoordinatorConfig, StopSignal, coordinator_main, process_row, serve
 from agentctl.coordinator.supervisor import Supervisor, clean_environment, names
 from agentctl.store import process_identity
@@ -36,6 +37,7 @@ PRIVATE_DRAIN_SECONDS = 5.0
 FOLLOW_POLL_SECONDS = 0.1
 CHANGE_SECONDS = 0.1
 CANCEL_PATIENCE_SECONDS = 15.0
+PAUSE_PATIENCE_SECONDS = 1.0
 
 EXIT_DRAINED = 0
 EXIT_FORCED = 3
@@ -82,13 +84,20 @@ def run_in_foreground(
     workers: int | None,
     on_change: Callable[[], None] | None,
     plan: Plan | None = None,
+    timeout: float | None = None,
 ) -> None:
     """Drive a run until it is no longer `running`, or follow it while another process drives it.
 
     Uses live workers if there are any, else a private pool of `workers` (default: what `maxConcurrency` and the
-    machine's processors allow). SIGINT and SIGTERM cancel the run; this returns when that is done.
+    machine's processors allow). SIGINT, SIGTERM and the end of `timeout` seconds cancel the run; this returns when that
+    is done.
     """
-    _Foreground(path, run_id, workers, on_change, plan).run(resume)
+    _Foreground(path, run_id, workers, on_change, plan, timeout).run(resume)
+
+
+def _sooner(one: float | None, other: float | None) -> float | None:
+    found = [value for value in (one, other) if value is not None]
+    return min(found) if found else None
 
 
 class _Foreground:
@@ -99,10 +108,12 @@ class _Foreground:
         workers: int | None,
         on_change: Callable[[], None] | None,
         plan: Plan | None,
+        timeout: float | None,
     ) -> None:
         clean_environment()
         self._stop = StopSignal()
         self._clock = SystemClock()
+        self._give_up_at = None if timeout is None else self._clock.monotonic() + timeout
         self._ids = SystemIds(self._clock)
         self._timing = Timing.from_environment()
         self._path = path
@@ -166,11 +177,13 @@ class _Foreground:
     def _wait(self) -> None:
         extra = [self._stop.descriptor]
         at_most = None
+        if self._give_up_at is not None and not self._cancelled:
+            at_most = max(0.0, self._give_up_at - self._clock.monotonic())
         if self._supervisor is not None:
             extra += self._supervisor.sentinels()
-            at_most = self._supervisor.next_due()
+            at_most = _sooner(at_most, self._supervisor.next_due())
         elif self._coordinator.drivers[self._run_id].in_flight():
-            at_most = 0.2
+            at_most = _sooner(at_most, 0.2)
         self._coordinator.wait(extra, at_most)
 
     def _follow(self) -> None:
@@ -185,9 +198,11 @@ class _Foreground:
             self._coordinator.tick()
 
     def _obey_signals(self) -> None:
-        if self._stop.received and not self._cancelled:
+        late = self._give_up_at is not None and self._clock.monotonic() >= self._give_up_at
+        if (self._stop.received or late) and not self._cancelled:
             self._cancelled = True
-            self._store.request_cancel(self._run_id, reason="signal", actor="cli-user")
+            reason = "signal" if self._stop.received else "--timeout-seconds"
+            self._store.request_cancel(self._run_id, reason=reason, actor="cli-user")
             self._store.wake_everybody()
         self._stop.drain()
 
@@ -391,8 +406,39 @@ def cancel_run(path: Path, run_id: str, *, reason: str, actor: str) -> tuple[boo
         store.wake_everybody()
         run = store.get_run(run_id)
         if run.ended_at is None and not _somebody_drives(store, run):
-            _finish_cancellation(store, clock, run_id)
+            _finish_request(store, clock, run_id, resume=True, patience=CANCEL_PATIENCE_SECONDS)
         return True, store.get_run(run_id).state
+    finally:
+        store.close()
+
+
+def pause_run(path: Path, run_id: str, *, reason: str, actor: str) -> tuple[str, str | None]:
+    """Ask a run to pause, and see to it when nobody else is alive to do it. Returns (state, reason of the state).
+
+    Raises `NotFoundError`, `AlreadyTerminal`, and `ConflictError` for a run that is being cancelled.
+    """
+    clock = SystemClock()
+    store = Store(path, clock)
+    try:
+        state, why = store.request_pause(run_id, reason=reason, actor=actor)
+        if state == "running":
+            store.wake_driver(run_id)
+            if not _somebody_drives(store, store.get_run(run_id)):
+                _finish_request(store, clock, run_id, resume=False, patience=PAUSE_PATIENCE_SECONDS)
+            run = store.get_run(run_id)
+            state, why = run.state, run.reason
+        return state, why
+    finally:
+        store.close()
+
+
+def rescue_the_dead(path: Path) -> None:
+    """Settle what provably dead workers held, so that their effects can be reconciled though nobody else is alive."""
+    clock = SystemClock()
+    store = Store(path, clock)
+    try:
+        process_id = SystemIds(clock).new_id("rescuer")
+        Rescuer(store, clock, Timing.from_environment(), process_id, Faults.from_environment()).look()
     finally:
         store.close()
 
@@ -407,18 +453,19 @@ def _somebody_drives(store: Store, run: Run) -> bool:
     return coordinator_is_live(store)
 
 
-def _finish_cancellation(store: Store, clock: SystemClock, run_id: str) -> None:
+def _finish_request(store: Store, clock: SystemClock, run_id: str, *, resume: bool, patience: float) -> None:
+    """Drive a run that was asked to stop until it has, or for `patience` seconds. `resume`: a paused one, too."""
     ids = SystemIds(clock)
     process_id = ids.new_id("driver")
-    store.register(process_row("run", process_id, "cancel", VERSION, clock.now()))
+    store.register(process_row("run", process_id, "stop", VERSION, clock.now()))
     coordinator = Coordinator(
         store, clock, ids, Timing.from_environment(), Faults.from_environment(), process_id=process_id, adopts=False
     )
     try:
         run = store.get_run(run_id)
-        if run.ended_at is not None or not coordinator.take(run, resume=True, actor="cli-user"):
+        if run.ended_at is not None or not coordinator.take(run, resume=resume, actor="cli-user"):
             return
-        deadline = clock.monotonic() + CANCEL_PATIENCE_SECONDS
+        deadline = clock.monotonic() + patience
         while run_id in coordinator.drivers and clock.monotonic() < deadline:
             if not coordinator.tick():
                 coordinator.wait()

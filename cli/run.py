@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import json
 import logging
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn, TypeAlias
 
 import click
-from agentctl.store.errors import AgentctlError, UsageError
+from agentctl.store.errors import AlreadyTerminal, PolicyError, UsageError
 from agentctl.store.states import RUN_FINAL
 
 from .documents import compile_file, input_options, read_inputs
@@ -64,12 +65,6 @@ SHOWN_OUTPUT = 4000
 _Prepared: TypeAlias = "tuple[LoadedDocument, Plan, dict[str, Any], Path]"
 
 
-class AlreadyTerminal(AgentctlError):
-    """The run has ended; there is nothing to go on with (contract 4.9: exit 4)."""
-
-    code = "already_terminal"
-
-
 def open_store(settings: Settings, *, create: bool = False) -> Store:
     """The database of this invocation. Raises what `Store` raises."""
     from agentctl.store.clock import SystemClock
@@ -105,6 +100,15 @@ _workers_option = click.option(
 )
 
 
+_timeout_option = click.option(
+    "--timeout-seconds",
+    "timeout",
+    type=click.FloatRange(min=0, min_open=True),
+    metavar="S",
+    help="Cancel the run when it is not over after S seconds (exit 130).",
+)
+
+
 def _prepare(
     settings: Settings,
     file: str,
@@ -136,6 +140,7 @@ def _submit(
     *,
     priority: int,
     key: str | None,
+    interactive: bool = False,
 ) -> tuple[Submission, Store]:
     from agentctl.coordinator.submission import submit as submit_run
     from agentctl.store.clock import SystemIds
@@ -153,6 +158,7 @@ def _submit(
             idempotency_key=key,
             base_path=base,
             actor=ACTOR,
+            interactive=interactive,
         )
     except BaseException:
         store.close()
@@ -163,6 +169,8 @@ def _submit(
 @click.command(cls=Verb)
 @_submission_options
 @_workers_option
+@_timeout_option
+@click.option("--interactive", is_flag=True, help="A person is here: `nonInteractive` of the policy does not apply.")
 @pass_settings
 @click.pass_context
 def run(
@@ -176,20 +184,24 @@ def run(
     priority: int,
     idempotency_key: str | None,
     workers: int | None,
+    timeout: float | None,
+    interactive: bool,
 ) -> None:
     """Run a workflow file and wait for its end.
 
     The first SIGINT or SIGTERM cancels the run. Exit: 0 succeeded, 3 paused, 4 failed, 130 cancelled.
     """
+    if interactive and not sys.stdin.isatty():
+        raise PolicyError("--interactive needs a terminal", remedy="leave it out where nobody can be asked")
     from . import pool  # noqa: F401  # its import takes a while, and nothing may interrupt what follows for long
 
     prepared = _prepare(settings, file, pairs, inputs_text, inputs_file, workspace, idempotency_key)
     with _signals_held():
-        submission, store = _submit(settings, prepared, priority=priority, key=idempotency_key)
+        submission, store = _submit(settings, prepared, priority=priority, key=idempotency_key, interactive=interactive)
     with closing(store):
         plan = prepared[1] if submission.created else None
         word = "started" if submission.created else "is the run of this key"
-        context.exit(_foreground(settings, store, submission.run_id, word, workers=workers, plan=plan))
+        context.exit(_foreground(settings, store, submission.run_id, word, workers=workers, plan=plan, timeout=timeout))
 
 
 @contextmanager
@@ -250,13 +262,21 @@ def submit(
         Printer(settings).result("Submission", data, human, diagnostics)
 
 
-def _warn_undriven(settings: Settings, store: Store) -> list[dict[str, Any]]:
+def warn_undriven(settings: Settings, store: Store, run_id: str) -> list[dict[str, Any]]:
+    """The same for a run that a decision has set going again, or would have."""
+    run = store.get_run(run_id)
+    if run.state != "running" or run.driver is not None:
+        return []
+    return _warn_undriven(settings, store, remedy=f"`agentctl resume {run_id}`")
+
+
+def _warn_undriven(settings: Settings, store: Store, remedy: str = "`agentctl workers start`") -> list[dict[str, Any]]:
     """Tell when no coordinator lives: nobody will drive the run (contract table, row 35)."""
     from .pool import coordinator_is_live
 
     if coordinator_is_live(store):
         return []
-    message = "no coordinator is live: nobody drives this run yet; `agentctl workers start` does"
+    message = f"no coordinator is live: nobody drives this run yet; {remedy} does"
     warn(settings, message)
     return [
         {
@@ -275,12 +295,16 @@ def _warn_undriven(settings: Settings, store: Store) -> list[dict[str, Any]]:
 @click.command(cls=Verb)
 @click.argument("run_name", metavar="RUN")
 @_workers_option
+@_timeout_option
 @pass_settings
 @click.pass_context
-def resume(context: click.Context, settings: Settings, run_name: str, workers: int | None) -> None:
+def resume(
+    context: click.Context, settings: Settings, run_name: str, workers: int | None, timeout: float | None
+) -> None:
     """Go on with a run that is paused or that nobody drives, and wait for its end.
 
-    A run that is driven elsewhere is followed. The stored plan is used, never the file. Exit like `run`.
+    A run that is driven elsewhere is followed; a request to pause it is taken back. The stored plan is used, never the
+    file. Exit like `run`.
     """
     with closing(open_store(settings)) as store:
         views = views_of(store)
@@ -292,7 +316,8 @@ def resume(context: click.Context, settings: Settings, run_name: str, workers: i
                 remedy=f"`agentctl inspect {run_id}` shows what happened",
                 run_id=run_id,
             )
-        context.exit(_foreground(settings, store, run_id, "resumed", resume=True, workers=workers))
+        store.withdraw_pause(run_id, actor=ACTOR)
+        context.exit(_foreground(settings, store, run_id, "resumed", resume=True, workers=workers, timeout=timeout))
 
 
 # -- follow ------------------------------------------------------------------------------------------------------
@@ -377,6 +402,7 @@ def _foreground(
     resume: bool = False,
     workers: int | None,
     plan: Plan | None = None,
+    timeout: float | None = None,
 ) -> int:
     import signal
 
@@ -397,7 +423,13 @@ def _foreground(
             signal.signal(number, _interrupt)
         signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT, signal.SIGTERM})
         run_in_foreground(
-            settings.database, run_id, resume=resume, workers=workers, on_change=follower.tick_or_rest, plan=plan
+            settings.database,
+            run_id,
+            resume=resume,
+            workers=workers,
+            on_change=follower.tick_or_rest,
+            plan=plan,
+            timeout=timeout,
         )
     except KeyboardInterrupt:
         # The signal came before the foreground obeyed signals. A run that was only to be resumed stays as it was.
@@ -518,6 +550,31 @@ def cancel(settings: Settings, run_name: str, reason: str, actor: str) -> None:
     Printer(settings).result("Cancellation", {"runId": run_id, "requested": requested, "state": state}, human)
 
 
+@click.command(cls=Verb)
+@click.argument("run_name", metavar="RUN")
+@click.option("--reason", default="paused by a person", metavar="TEXT", help="Kept in the audit trail.")
+@click.option("--actor", default=ACTOR, metavar="NAME", help="Who asks; kept in the audit trail.")
+@pass_settings
+def pause(settings: Settings, run_name: str, reason: str, actor: str) -> None:
+    """Pause a run: what runs finishes, nothing new starts. `resume` goes on.
+
+    Exit 0; 4 for a run that has ended, 5 for one that is being cancelled.
+    """
+    from .pool import pause_run
+
+    with closing(open_store(settings)) as store:
+        run_id = views_of(store).find_run(run_name)
+    state, why = pause_run(settings.database, run_id, reason=reason, actor=actor)
+
+    def human(out: Printer) -> None:
+        if state == "paused":
+            out.line(f"{run_id} is paused; `agentctl resume {run_id}` goes on")
+        else:
+            out.line(f"{run_id} pauses as soon as what runs has ended")
+
+    Printer(settings).result("Pause", {"runId": run_id, "state": state, "reason": why}, human)
+
+
 def _print_outcome(printer: Printer, store: Store, run_id: str) -> int:
     """RunOutcome on stdout, for every state (contract, after the new verbs). Returns the exit code."""
     views = views_of(store)
@@ -557,16 +614,27 @@ def _outcome_for_people(out: Printer, views: Views, outcome: dict[str, Any]) -> 
             text = text[:SHOWN_OUTPUT] + f"\n… (`agentctl wait {run_id} --output json` prints all of it)"
         out.line("output:")
         out.line("\n".join(clean(line) for line in text.split("\n")))
-    hint = _next_step(run_id, state, bool(status["uncertainEffects"]))
+    if status["pendingApprovals"]:
+        out.line("  approvals that a person has to answer:")
+        for asked in status["pendingApprovals"][:SHOWN_FAILURES]:
+            out.line(f"    {asked['approvalId']}  task {clean(asked['taskId'])}, {asked['tool']}: {asked['reason']}")
+    if status["budget"].get("exceeded"):
+        over = status["budget"]["exceeded"]
+        out.line(f"  budget: {over['dimension']} would be {over['attempted']}, the limit is {over['limit']}")
+    hint = _next_step(run_id, status)
     if hint:
         out.line(f"next: {hint}")
 
 
-def _next_step(run_id: str, state: str, uncertain: bool) -> str | None:
+def _next_step(run_id: str, status: dict[str, Any]) -> str | None:
+    state = status["state"]
     if state == "running":
         return f"`agentctl status {run_id}` shows what it waits for"
-    if uncertain:
-        return f"`agentctl inspect {run_id} --output json` shows what was asked for; check by hand what was done"
+    if status["uncertainEffects"]:
+        effect = status["uncertainEffects"][0]["effectId"][:12]
+        return f"find out what was done, then `agentctl effects reconcile {effect} --status applied|not-applied …`"
+    if state == "paused" and status["pendingApprovals"]:
+        return f"`agentctl approvals list {run_id}`, then `agentctl approvals approve|reject ID`"
     if state == "failed":
         return f"`agentctl inspect {run_id}` shows the tasks, `agentctl logs {run_id}` what commands have printed"
     if state == "paused":

@@ -63,6 +63,15 @@ def _status_for_people(out: Printer, data: dict[str, Any], now: int) -> None:
             why = out.paint(task["why"], "yellow")
             out.line(f"  {clean(task['taskId'])}: {why}: {clean(task['detail'])}")
         _more(out, data["waitingCount"] - min(len(data["waiting"]), SHOWN_WAITING))
+    _budget_for_people(out, data["budget"])
+    if data["pendingApprovals"]:
+        out.line("approvals (a person has to answer):")
+        for asked in data["pendingApprovals"][:SHOWN_WAITING]:
+            out.line(
+                f"  {asked['approvalId']}  task {clean(asked['taskId'])}, {asked['tool']} (risk {asked['risk']}), "
+                f"since {when(asked['requestedAt'])}"
+            )
+        _more(out, len(data["pendingApprovals"]) - SHOWN_WAITING)
     if data["uncertainEffects"]:
         out.line("uncertain effects (began, never confirmed):")
         for effect in data["uncertainEffects"][:SHOWN_WAITING]:
@@ -71,6 +80,22 @@ def _status_for_people(out: Printer, data: dict[str, Any], now: int) -> None:
                 f"{effect['operation']}, started {when(effect['startedAt'])}"
             )
         _more(out, data["uncertainEffectCount"] - min(len(data["uncertainEffects"]), SHOWN_WAITING))
+
+
+def _budget_for_people(out: Printer, budget: dict[str, Any]) -> None:
+    """One line for each limit: used, reserved, limit."""
+    for dimension, limit in budget["limits"].items():
+        used, held = budget["usage"].get(dimension, 0), budget["reserved"].get(dimension, 0)
+        if dimension == "totalTokens":
+            used, held = (
+                sum(budget[part].get(name, 0) for name in ("inputTokens", "outputTokens"))
+                for part in ("usage", "reserved")
+            )
+        reserved = f" and {held} reserved" if held else ""
+        out.line(f"budget    {dimension}: {used} used{reserved} of {limit}")
+    if budget.get("exceeded"):
+        over = budget["exceeded"]
+        out.line(f"budget    exceeded: {over['dimension']} would be {over['attempted']} of {over['limit']}")
 
 
 def _driver(driver: dict[str, Any] | None) -> str:

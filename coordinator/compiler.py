@@ -71,8 +71,6 @@ _KINDS: dict[str, _Kind] = {
 _OPEN_KINDS = frozenset({"builtin.assign", "builtin.assert"})
 """Kinds whose input may have further fields."""
 
-_GATED_CLASSES = frozenset({"workspace_mutate", "external_mutate", "process_execution", "remote_agent"})
-
 
 def merge_inputs(spec_inputs: Mapping[str, Any], given: Mapping[str, Any] | None) -> dict[str, Any]:
     """Run inputs over the document's defaults, key by key (contract 1.3)."""
@@ -138,7 +136,6 @@ class _Compiler:
         self.workflow = document.workflow
         self.given = dict(variables or {})
         self.found: dict[tuple[Any, ...], Diagnostic] = {}
-        self.gated: set[str] = set()
         self.schemas_seen: set[int] = set()
         self._check_given(inputs, "inputs")
         self._check_given(variables, "variables")
@@ -188,6 +185,7 @@ class _Compiler:
         for source in sources:
             self.check_task(source, ids)
         self.check_outputs(ids)
+        self.check_budgets(sources)
         self.stop_if_wrong()
         nodes = list(self.nodes(sources))
         by_id = {node.id: node for node in nodes}
@@ -280,12 +278,22 @@ class _Compiler:
             self.unsupported("varsFiles", ("spec", "varsFiles"), "write the variables into vars")
         if spec.compensation.on_failure == "automatic":
             self.unsupported("automatic compensation", ("spec", "compensation", "onFailure"))
-        for name, value in self.workflow["spec"]["runtime"]["budgets"].items():
-            if value is not None:
-                self.unsupported("runtime.budgets", ("spec", "runtime", "budgets", name))
         for name, agent in spec.agents.items():
             if agent.vars_files:
                 self.unsupported("varsFiles", ("spec", "agents", name, "varsFiles"), "write the variables into vars")
+
+    def check_budgets(self, sources: list[_Source]) -> None:
+        """What is known before anything runs must fit; equal is fine (contract 2.10)."""
+        budgets = self.spec.runtime.budgets
+        children = sum(source.fanout.size for source in sources if source.fanout is not None)
+        for name, limit, count, what in (
+            ("maxTasks", budgets.max_tasks, len(sources) + children, "compiled tasks, aggregates included"),
+            ("maxExpansionItems", budgets.max_expansion_items, children, "children of expansions"),
+        ):
+            if limit is not None and count > limit:
+                message = f"the workflow has {count} {what}; {name} allows {limit}"
+                place = ("spec", "runtime", "budgets", name)
+                self.report("schema_violation", message, place, help=f"raise {name}, or do less")
 
     def check_declarations(self) -> None:
         """References and schemas of what is declared, used or not."""
@@ -375,10 +383,10 @@ class _Compiler:
         source.input = {**action.with_, **task.with_} if action.with_ and task.with_ else task.with_ or action.with_
         default = self.spec.runtime.default_timeout_seconds
         limit = action.timeout_seconds if action.kind in PROCESS_KINDS else None
-        source.timeout_seconds = limit or task.timeout_seconds or default
+        # The task's own limit holds for every kind (contract table, row 10); a process has the smaller of both.
+        source.timeout_seconds = task.timeout_seconds or limit or default
         references |= self.action_defaults(source, ids)
         self.check_action_features(name)
-        self.check_approval(source, facts)
         self.check_input(source, facts)
         self.memory_keys(source, references)
 
@@ -392,25 +400,6 @@ class _Compiler:
             self.unsupported("artifacts of a process", (*path, "artifacts"))
         if action.isolation == "container":
             self.unsupported("isolation: container", (*path, "isolation"))
-
-    def check_approval(self, source: _Source, facts: _Kind) -> None:
-        """Approvals do not exist yet, so an effect that would wait for one is refused (contract 11.1)."""
-        mode = self.spec.policy.approval
-        if facts.effect_class is None or source.action_name in self.gated:
-            return
-        if (
-            mode == "always"
-            or (mode == "mutations" and facts.effect_class in _GATED_CLASSES)
-            or (mode == "high_risk" and facts.risk in ("high", "critical"))
-        ):
-            self.gated.add(source.action_name)
-            self.report(
-                "unsupported_capability",
-                f"approval is not supported by this version, and policy.approval: {mode} asks for it "
-                f"before {source.action_kind} (action {source.action_name!r})",
-                (*source.path, "uses"),
-                help="declare policy: {approval: never}",
-            )
 
     def action_defaults(self, source: _Source, ids: set[str]) -> set[Ref]:
         """What the action's own `with` reads, as far as the task does not override it."""

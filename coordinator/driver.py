@@ -44,6 +44,11 @@ class LostRun(Exception):
     """Another process drives this run now."""
 
 
+def may_hold(plan: Plan) -> bool:
+    """Whether an attempt of this plan may ever wait for a person or for budget; without, nobody has to look."""
+    return plan.policy.get("approval") != "never" or any(plan.budget.get("limits", {}).values())
+
+
 class RunDriver:
     """The driver of one run, from taking its lease to its end."""
 
@@ -60,6 +65,7 @@ class RunDriver:
         documents = store.run_documents(run_id)
         self._inputs: dict[str, Any] = loads(documents.inputs_json)
         self._index = PlanIndex(plan if plan is not None else Plan.from_json(loads(documents.plan_json)))
+        self._may_hold = may_hold(self._index.plan)
         self._scheduler: Scheduler
         self._run: Run
         self._reload()
@@ -85,8 +91,13 @@ class RunDriver:
             raise LostRun(self.run_id)
         if revision != self._run.revision:
             self._reload()
+        # In this order: what moves on between two looks is then believed to be in flight, never to be at rest.
+        if self._scheduler.paused:
+            self._scheduler.only_these_run(self._store.claimed_positions(self._run))
         finished, more = self._store.finished_attempts(self._run)
-        batch = self._scheduler.decide(finished, self._store.clock.now())
+        if self._may_hold:
+            self._scheduler.notice(self._store.held_attempts(self._run))
+        batch = self._scheduler.decide(finished, self._store.clock.now(), backlog=more)
         if batch.is_empty():
             return False
         self._faults.reach("before_run_end" if batch.run_state else "before_commit")
@@ -263,6 +274,10 @@ class Coordinator:
         elapsed = 0.0 if last is None else now - last
         counted = elapsed if elapsed < max(2.0, self._timing.grace / 4) else 0.0
         silent: dict[str, tuple[int, int | None, float]] = {}
+        for run in self.store.overdue_runs():
+            # Its wall time is over while it waits for a person: it ends without one.
+            if run.run_id not in self._aside and self.take(run, resume=True):
+                log.info("%s has run out of time", run.run_id)
         for run in self.store.open_runs():
             if run.run_id in self.drivers or run.run_id in self._aside:
                 continue

@@ -19,7 +19,7 @@ from typing import Any
 from agentctl.store.canonical import canonical, loads, text_digest
 from agentctl.store.engine import BATCH_BYTES, BATCH_RESULTS, RunSnapshot
 from agentctl.store.errors import TaskFault
-from agentctl.store.records import Batch, Event, FinishedAttempt, NewAttempt, Run
+from agentctl.store.records import Batch, Event, FinishedAttempt, HeldAttempt, NewAttempt, Run
 from agentctl.store.states import TASK_FINAL, may_repeat
 
 from .expressions import Scope
@@ -29,6 +29,9 @@ from .plan_index import PlanIndex
 OutputLoader = Callable[[list[int]], dict[int, tuple[str | None, str | None]]]
 
 _EMPTY: dict[str, Any] = {}
+
+HELD_WINDOW = 256
+"""How many attempts of a run may wait for budget before no further ones are tried: each try costs a claim."""
 
 
 class _Outputs(Mapping[str, Any]):
@@ -85,6 +88,8 @@ class Scheduler:
             positions, values = self._memory.setdefault(key, ([], []))
             positions.append(position)
             values.append(value)
+        self._granted: dict[int, int] = {}
+        self._short: dict[int, int] = {}
         # What has finished holds its place until its batch: with it, something in the run still moves.
         self._in_flight = {a.position for a in snapshot.live if a.state != "waiting" and a.hold is None}
         self._left = [0] * len(self.state)
@@ -100,6 +105,9 @@ class Scheduler:
                 heapq.heappush(self._timers, (snapshot.tasks[position].retry_at or 0, position))
         if any(state == "failed" and index.tasks[p].failure == "stop" for p, state in enumerate(self.state)):
             self.stopping = self.stopping or "task_failed"
+        if snapshot.exceeded and any(state == "failed" for state in self.state):
+            self.stopping = self.stopping or "budget_exceeded"
+        self.notice(snapshot.held)
 
     # -- what others ask -------------------------------------------------------------------------------------------
 
@@ -108,8 +116,35 @@ class Scheduler:
         return len(self._in_flight)
 
     def next_timer(self) -> int | None:
-        """When the next backoff ends (epoch ms), or None."""
-        return self._timers[0][0] if self._timers else None
+        """When the next backoff ends or the wall time of the run is over (epoch ms), or None."""
+        timer = self._timers[0][0] if self._timers and not self.paused else None
+        deadline = self.run.deadline_at
+        if deadline is None or self.stopping is not None:
+            return timer
+        return deadline + 1 if timer is None else min(timer, deadline + 1)
+
+    def notice(self, held: list[HeldAttempt]) -> None:
+        """Take over which attempts are held now: they have no place, and those that wait for one are work."""
+        self._short.clear()
+        if held and self._stop_written:
+            # They were in flight when the run was stopped, and came to a halt before they had begun.
+            self._stop_written = False
+        for attempt in held:
+            position = attempt.position
+            self._in_flight.discard(position)
+            if attempt.why == "place":
+                if position not in self._granted:
+                    heapq.heappush(self._work, position)
+                self._granted[position] = attempt.attempt_id
+            elif attempt.why == "budget":
+                self._short[position] = attempt.attempt_id
+            else:
+                self.state[position] = "waiting_for_approval"
+                self.attempt[position] = attempt.number
+
+    def only_these_run(self, claimed: set[int]) -> None:
+        """Of a run that pauses: what no worker has claimed is not going to move."""
+        self._in_flight &= claimed
 
     def output_value(self, position: int) -> Any:
         """The output of a task as a value. Raises KeyError when it has none."""
@@ -137,15 +172,23 @@ class Scheduler:
 
     # -- the decision ----------------------------------------------------------------------------------------------
 
-    def decide(self, finished: list[FinishedAttempt], now: int) -> Batch:
+    def decide(self, finished: list[FinishedAttempt], now: int, *, backlog: bool = False) -> Batch:
         """The next batch. It changes this scheduler; when the commit is refused, build a new one.
+
+        `backlog`: more has finished than is given here, so the run cannot be at rest.
 
         `more` tells afterwards whether another batch can follow at once.
         """
         batch = Batch()
         self._bytes = 0
+        deadline = self.run.deadline_at
+        late = self.stopping is None and deadline is not None and now > deadline
+        if late:
+            self.stopping = "deadline_exceeded"
         for attempt in finished:
             self._absorb(attempt, batch, now)
+        if late and not self._open:
+            self.stopping = None  # everything had ended in time
         if self.stopping is None and not self.paused:
             self._wake_retries(now, batch)
             self._advance(batch)
@@ -155,7 +198,7 @@ class Scheduler:
             self.more = True
             return batch
         self.more = bool(self._candidates) and self.stopping is None and not self.paused
-        if not self.more and not self._in_flight:
+        if not self.more and not self._in_flight and not backlog:
             self._maybe_end(batch, now)
         return batch
 
@@ -169,6 +212,8 @@ class Scheduler:
         self._candidates.clear()
         self._work.clear()
         self._timers.clear()
+        self._granted.clear()
+        self._short.clear()
 
     # -- results ---------------------------------------------------------------------------------------------------
 
@@ -176,18 +221,23 @@ class Scheduler:
         position = done.position
         self._in_flight.discard(position)
         task = self.index.tasks[position]
+        origin = self.state[position] if self.state[position].startswith("waiting") else "running"
         self.attempt[position] = done.number
         if done.outcome == "succeeded":
             batch.closed.append(done.attempt_id)
             try:
-                self._succeed(position, done.result_json or "{}", batch, task.action_kind, "running")
+                self._succeed(position, done.result_json or "{}", batch, task.action_kind, origin)
             except TaskFault as fault:
-                self._fail(position, fault.as_json(), batch, "running")
+                self._fail(position, fault.as_json(), batch, origin)
             return
         error = loads(done.error_json) if done.error_json else {"code": "failed", "message": "failed"}
+        if error.get("code") == "budget_exceeded" and self.stopping is None:
+            # A denial stops the run whatever the task declares (contract table, row 7).
+            self.stopping = "budget_exceeded"
         if done.outcome == "cancelled" or (done.outcome == "uncertain" and self.stopping == "cancel_requested"):
             batch.closed.append(done.attempt_id)
-            self._final(position, "cancelled", None, error, batch, "running")
+            late = self.stopping == "deadline_exceeded" or error.get("code") == "deadline"
+            self._final(position, "failed" if late else "cancelled", None, error, batch, origin)
             return
         retryable = bool(error.get("retryable"))
         if done.outcome == "uncertain":
@@ -211,7 +261,7 @@ class Scheduler:
             heapq.heappush(self._timers, (retry_at, position))
             self._move(position, "retry_scheduled", "running", batch, code=str(error.get("code")))
             return
-        self._fail(position, error, batch, "running")
+        self._fail(position, error, batch, origin)
 
     def _succeed(self, position: int, text: str, batch: Batch, kind: str | None, origin: str) -> None:
         """Check the contract of an output and take over what it writes to memory. Raises `TaskFault`."""
@@ -225,6 +275,8 @@ class Scheduler:
                 if problem is not None:
                     raise TaskFault("output_contract", f"the output does not fit outputSchema: {problem}")
             if kind == "builtin.memory.write":
+                if not isinstance(value, dict) or not {"key", "after"} <= value.keys():
+                    raise TaskFault("output_contract", "the output of a memory write has `key` and `after`")
                 key = value["key"]
                 if key not in task.memory_writes:
                     raise TaskFault("undeclared_memory_write", f"the key {key!r} is not in memoryWrites")
@@ -328,7 +380,15 @@ class Scheduler:
         while self._work and len(self._in_flight) < self.run.max_concurrency:
             if len(batch.finals) >= BATCH_RESULTS or len(batch.enqueues) >= 4 * BATCH_RESULTS:
                 break
-            self._begin(heapq.heappop(self._work), batch)
+            if len(self._short) >= HELD_WINDOW and self._work[0] not in self._granted:
+                break
+            position = heapq.heappop(self._work)
+            attempt_id = self._granted.pop(position, None)
+            if attempt_id is not None:
+                batch.unheld.append(attempt_id)
+                self._in_flight.add(position)
+                continue
+            self._begin(position, batch)
             if self.stopping is not None:
                 return
 
@@ -497,8 +557,14 @@ class Scheduler:
             batch.run_state, batch.run_reason = "paused", "paused_by_operator"
             return
         if self._open:
-            waiting = {self.state[p] for p in range(len(self.state)) if self.state[p].startswith("waiting")}
-            if not waiting or self._work:
+            waiting = {state for state in self.state if state.startswith("waiting")}
+            if not waiting and self._short:
+                # Nobody holds what they wait for: they are tried again, and get it or are denied.
+                batch.unheld.extend(self._short.values())
+                self._in_flight.update(self._short)
+                self._short.clear()
+                return
+            if not waiting or (self._work and len(self._short) < HELD_WINDOW):
                 return
             batch.run_state = "paused"
             batch.run_reason = "approval_required" if "waiting_for_approval" in waiting else "uncertain_effect"
@@ -506,6 +572,12 @@ class Scheduler:
         failed = [p for p, state in enumerate(self.state) if state == "failed"]
         if self.stopping == "cancel_requested":
             batch.run_state, batch.run_reason = "cancelled", "cancel_requested"
+            return
+        if self.stopping == "deadline_exceeded":
+            batch.run_state, batch.run_reason = "failed", "deadline_exceeded"
+            message = "the wall time of the run is over (runtime.budgets.maxWallTimeSeconds)"
+            late = {"code": "deadline_exceeded", "message": message, "retryable": False, "taskId": None}
+            batch.run_error_json = canonical(late)
             return
         output: str | None = None
         problem: TaskFault | None = None
@@ -521,6 +593,8 @@ class Scheduler:
             error = loads(self._error.get(first) or "null") or {"code": "failed", "message": "failed"}
             batch.run_state = "failed"
             batch.run_reason = "worker_lost" if error["code"] == "worker_lost" else "task_failed"
+            if self.stopping == "budget_exceeded":
+                batch.run_reason = "budget_exceeded"
             batch.run_error_json = canonical({**error, "taskId": self.index.tasks[first].id})
             batch.run_output_json = output
         elif problem is not None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -28,6 +29,26 @@ class Submission:
     created: bool
 
 
+_LIMITS = {
+    "maxProviderRequests": "providerRequests",
+    "maxTurns": "turns",
+    "maxToolCalls": "toolCalls",
+    "maxInputTokens": "inputTokens",
+    "maxOutputTokens": "outputTokens",
+    "maxTotalTokens": "totalTokens",
+    "maxWallTimeSeconds": "wallTimeSeconds",
+    "maxProcessOutputBytes": "processOutputBytes",
+    "maxArtifactBytes": "artifactBytes",
+    "maxCostMicrousd": "costMicrousd",
+}
+
+
+def budget_limits(budget: Mapping[str, Any]) -> dict[str, int]:
+    """The limits of a plan by the dimensions of the ledger (contract 6). What compilation has checked is not in it."""
+    limits = budget.get("limits") or {}
+    return {dimension: limits[name] for name, dimension in _LIMITS.items() if limits.get(name) is not None}
+
+
 def submit(
     store: Store,
     document: LoadedDocument,
@@ -39,14 +60,21 @@ def submit(
     idempotency_key: str | None = None,
     base_path: Path,
     actor: str,
+    interactive: bool = False,
     faults: Faults | None = None,
 ) -> Submission:
     """Create the run of a plan, in one durable transaction.
 
-    `inputs` are the merged inputs. Raises `ConflictError` when the idempotency key belongs to other content.
+    `inputs` are the merged inputs; `interactive` says that a person is there, so that `policy.nonInteractive` does
+    not apply. Raises `ConflictError` when the idempotency key belongs to other content.
     """
     inputs_json = canonical(inputs)
-    settings = {"actions": plan.actions, "policy": plan.policy, "showDiff": plan.show_diff}
+    settings = {
+        "actions": plan.actions,
+        "policy": plan.policy,
+        "showDiff": plan.show_diff,
+        "interactive": interactive,
+    }
     new = NewRun(
         run_id=ids.new_id("run"),
         trace_id=ids.new_id("trace"),
@@ -64,6 +92,8 @@ def submit(
         max_concurrency=plan.max_concurrency,
         max_deliveries=plan.max_deliveries,
         memory={key: canonical(value) for key, value in plan.memory.items()},
+        budget_limits=budget_limits(plan.budget),
+        pricing_version=(plan.budget.get("pricing") or {}).get("version"),
         planned_expansion_items=int(plan.budget.get("plannedExpansionItems", 0)),
         priority=priority,
         idempotency_key=idempotency_key,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from . import audit, runs, task_queue
+from . import approvals, audit, effects, holds, ledger, runs, task_queue
 from .canonical import canonical
 from .database import Connection, all_rows
 from .errors import ConflictError, RunMoved
@@ -57,9 +57,7 @@ def commit_batch(
             [(attempt_id,) for attempt_id in batch.parked],
         )
     if batch.superseded:
-        tx.executemany(
-            "UPDATE effects SET superseded = 1 WHERE effect_id = ?", [(effect_id,) for effect_id in batch.superseded]
-        )
+        effects.supersede(tx, run.run_id, batch.superseded, batch.events, now=now)
     if batch.memory:
         tx.executemany(
             "INSERT INTO memory_values VALUES (?,?,?,?)",
@@ -67,6 +65,8 @@ def commit_batch(
         )
     if batch.enqueues:
         task_queue.enqueue(tx, run.run_id, first, batch.enqueues, now=now)
+    if batch.unheld:
+        holds.queue(tx, batch.unheld, run.run_id)
     stopped: list[tuple[int, str, int, str]] = []
     if batch.stop is not None:
         stopped = _stop(tx, run, batch, reason=batch.stop, now=now)
@@ -90,29 +90,38 @@ def commit_batch(
 def _stop(tx: Connection, run: Run, batch: Batch, *, reason: str, now: int) -> list[tuple[int, str, int, str]]:
     """End everything that has not begun. Runs inside the transaction, since a worker may claim until it begins."""
     first, last = run.first_task, run.first_task + run.task_count - 1
-    tx.execute(
-        "UPDATE attempts SET state = 'closed', queue = NULL, live_task = NULL, "
+    closed = tx.execute(
+        "UPDATE attempts SET state = 'closed', queue = NULL, live_task = NULL, hold = NULL, hold_json = NULL, "
         "outcome = COALESCE(outcome, 'cancelled') "
-        "WHERE live_task BETWEEN ? AND ? AND state IN ('ready', 'waiting')",
+        "WHERE live_task BETWEEN ? AND ? AND state IN ('ready', 'waiting') RETURNING attempt_id",
         (first, last),
-    )
-    tx.execute(
+    ).fetchall()
+    # The effect of an attempt that was denied stays `requested`: its attempt has failed before (contract 6).
+    tx.executemany(
         "UPDATE effects SET status = 'cancelled', completed_at = ? "
-        "WHERE status IN ('requested', 'waiting_for_approval') AND attempt_id IN "
-        "(SELECT attempt_id FROM attempts WHERE task_no BETWEEN ? AND ? AND state = 'closed')",
-        (now, first, last),
+        "WHERE attempt_id = ? AND status IN ('requested', 'waiting_for_approval')",
+        [(now, row[0]) for row in closed],
     )
+    batch.events.extend(approvals.cancel_pending(tx, run.run_id, now=now))
+    if reason == "deadline_exceeded":
+        batch.events.append(_wall_time_exceeded(tx, run, now))
     error = canonical({"code": reason, "message": f"not executed: {reason}", "retryable": False})
     ended: list[tuple[int, str, int, str]] = []
-    unresolved = tx.execute(
-        "UPDATE tasks SET state = 'failed', ended_at = ?, updated_at = ? "
-        "WHERE task_no BETWEEN ? AND ? AND state = 'waiting_for_effect' AND ? <> 'cancel_requested' "
-        "RETURNING task_no, task_id, attempt",
-        (now, now, first, last, reason),
+    # What waits for something that began is failed; at a deadline also what waits for a person (contract 4.8).
+    waiting = {"cancel_requested": (), "deadline_exceeded": ("waiting_for_effect", "waiting_for_approval")}.get(
+        reason, ("waiting_for_effect",)
     )
-    for task_no, task_id, attempt in all_rows(unresolved):
-        ended.append((task_no - first, "failed", attempt, "uncertain_effect"))
-        batch.events.append(Event("task.transition", task_id, '{"from":"waiting_for_effect","to":"failed"}'))
+    for origin in waiting:
+        code = "uncertain_effect" if origin == "waiting_for_effect" else reason
+        unresolved = tx.execute(
+            "UPDATE tasks SET state = 'failed', ended_at = ?, updated_at = ?, error_json = COALESCE(error_json, ?) "
+            "WHERE task_no BETWEEN ? AND ? AND state = ? RETURNING task_no, task_id, attempt",
+            (now, now, error, first, last, origin),
+        )
+        for task_no, task_id, attempt in all_rows(unresolved):
+            ended.append((task_no - first, "failed", attempt, code))
+            payload = canonical({"from": origin, "to": "failed"})
+            batch.events.append(Event("task.transition", task_id, payload))
     untouched = tx.execute(
         "UPDATE tasks SET state = 'cancelled', ended_at = ?, updated_at = ?, retry_at = NULL, "
         "error_json = COALESCE(error_json, ?) "
@@ -125,6 +134,15 @@ def _stop(tx: Connection, run: Run, batch: Batch, *, reason: str, now: int) -> l
         batch.events.append(Event("task.transition", task_id, f'{{"reason":{canonical(reason)},"to":"cancelled"}}'))
     ended.sort()
     return ended
+
+
+def _wall_time_exceeded(tx: Connection, run: Run, now: int) -> Event:
+    line = tx.execute(
+        "SELECT limit_units FROM budget_lines WHERE run_id = ? AND dimension = 'wallTimeSeconds'", (run.run_id,)
+    ).fetchone()
+    spent = -((run.created_at - now) // 1000)
+    detail: dict[str, object] = {"dimension": "wallTimeSeconds", "limit": line and line[0], "attempted": spent}
+    return ledger.record_exceeded(tx, run.run_id, None, detail, "budget.wall_time_exceeded", now=now)
 
 
 def _end_run(tx: Connection, run: Run, batch: Batch, now: int) -> Event:

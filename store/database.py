@@ -246,6 +246,8 @@ class Database:
             self.gate.close()
 
     _key: str | None = None
+    migrating = False
+    """Only `migrate` writes into an older schema."""
 
     # -- transactions ----------------------------------------------------------------------------------------------
 
@@ -301,7 +303,7 @@ class Database:
             except apsw.BusyError:
                 self._begin_behind_foreigner()
             version = _pragma(self.connection, "user_version")
-            if version != migrate.LATEST and version != 0:
+            if version != migrate.LATEST and not (self.migrating and version < migrate.LATEST):
                 self.connection.execute("ROLLBACK")
                 migrate.refuse_newer(version, self.path)
                 raise IncompatibleVersion(f"the schema of {self.path} changed while this process ran")

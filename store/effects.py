@@ -6,12 +6,13 @@ may have happened. A final status never changes; the database refuses it.
 
 from __future__ import annotations
 
-from . import ledger
+from . import approvals, holds, ledger, reconciliations
 from .canonical import canonical
 from .database import Connection
 from .errors import ConflictError, IncompatibleVersion, LeaseLost
 from .records import (
     EFFECT_FORMAT_VERSION,
+    AttemptHeld,
     EffectEnd,
     EffectRequest,
     Event,
@@ -25,11 +26,12 @@ from .versions import check_versions
 
 def start(
     tx: Connection, fence: Fence, request: EffectRequest, *, previous: EffectEnd | None, now: int
-) -> tuple[StartedEffect | RecordedEffect | StartRefused, str, list[Event]]:
+) -> tuple[StartedEffect | RecordedEffect | StartRefused | AttemptHeld, str, list[Event]]:
     """Request, reserve and start an effect, or tell why it must not be dispatched (architecture 4, step 5).
 
     First the end of the `previous` effect is recorded: what it held and did not use is free for this one. Everything
-    that may forbid the start is looked at in this transaction: the fence, cancellation, pause, deadline and budget.
+    that may forbid the start is looked at in this transaction: the fence, cancellation, pause, deadline, the approval
+    of a person, and budget. What waits for a person or for units is held, and its worker is free with the commit.
     Returns the answer, the run and the audit events. Raises `LeaseLost` when the fence does not hold, and
     `ConflictError` when the row of this ordinal belongs to another input.
     """
@@ -45,7 +47,8 @@ def start(
         raise LeaseLost(f"attempt {fence.attempt_id}, delivery {fence.delivery} was taken away")
     run_id, task_id, number, run_state, cancelled, paused, deadline, trace_id = row[3:11]
     check_versions(run_id, row[11], row[12])
-    events = [] if previous is None else [end(tx, run_id, task_id, previous, now=now)]
+    events: list[Event] = []
+    overdrawn = None if previous is None else end(tx, run_id, task_id, previous, events, now=now)
     effect_id, version, status, result_json, error_json, dispatches = row[13:]
     existing = effect_id is not None
     if existing:
@@ -57,9 +60,15 @@ def start(
                 run_id=run_id,
             )
         if status in ("succeeded", "failed", "cancelled", "uncertain"):
+            if status == "uncertain":
+                said = reconciliations.latest(tx, request.effect_id)
+                if said is not None and said[1] == "applied":
+                    return RecordedEffect("succeeded", said[2], None, reconciled=True), run_id, events
             return RecordedEffect(status, result_json, error_json), run_id, events
         if status == "started":
             raise LeaseLost(f"effect {effect_id} is in flight already")
+        if status == "waiting_for_approval":
+            raise LeaseLost(f"effect {effect_id} waits for an approval")
     else:
         dispatches = 0
     if run_state != "running" or cancelled is not None:
@@ -68,45 +77,30 @@ def start(
         return StartRefused("paused"), run_id, events
     if deadline is not None and now > deadline:
         return StartRefused("deadline"), run_id, events
+    if overdrawn is not None:
+        return StartRefused("budget", overdrawn), run_id, events
+    if request.approval is not None:
+        if not existing:
+            _insert(tx, fence, request, run_id, task_id, number, trace_id, "waiting_for_approval", now)
+            events.append(_requested(request, task_id))
+            answer = approvals.ask(tx, fence, request, run_id, task_id, trace_id, events, now=now)
+            return answer, run_id, events
+        approvals.require(tx, request, run_id)
     dispatch = dispatches + 1
-    denied = ledger.reserve(tx, run_id, request.effect_id, dispatch, request.estimate)
+    denied = ledger.reserve(tx, run_id, task_id, request.effect_id, dispatch, request.estimate, events)
     if denied is not None:
+        if denied.pop("wait"):
+            units = request.estimate
+            events.append(holds.hold(tx, fence, "budget", task_state="ready", units=units, now=now))
+            return AttemptHeld("budget"), run_id, events
+        if not existing:
+            _insert(tx, fence, request, run_id, task_id, number, trace_id, "requested", now)
+            events.append(_requested(request, task_id))
+        events.append(ledger.record_exceeded(tx, run_id, task_id, denied, "budget.exceeded", now=now))
         return StartRefused("budget", denied), run_id, events
     if not existing:
-        tx.execute(
-            "INSERT INTO effects (effect_id, format_version, run_id, task_id, attempt_id, attempt, ordinal, operation, "
-            "effect_class, risk, idempotency, idempotency_key, input_digest, input_json, expected_json, trace_id, "
-            "status, dispatches, requested_at, started_at) "
-            "VALUES (?,?,?,?,?,?,?,?,?,?,?,?,?,?,?,?,'started',1,?,?)",
-            (
-                request.effect_id,
-                EFFECT_FORMAT_VERSION,
-                run_id,
-                task_id,
-                fence.attempt_id,
-                number,
-                request.ordinal,
-                request.operation,
-                request.effect_class,
-                request.risk,
-                request.idempotency,
-                request.effect_id,
-                request.input_digest,
-                request.input_json,
-                request.expected_json,
-                trace_id,
-                now,
-                now,
-            ),
-        )
-        events.append(
-            Event(
-                "effect.requested",
-                task_id,
-                f'{{"effectId":"{request.effect_id}","inputDigest":"{request.input_digest}",'
-                f'"operation":{canonical(request.operation)}}}',
-            )
-        )
+        _insert(tx, fence, request, run_id, task_id, number, trace_id, "started", now)
+        events.append(_requested(request, task_id))
     else:
         tx.execute(
             "UPDATE effects SET status = 'started', dispatches = ?, started_at = ? WHERE effect_id = ?",
@@ -116,10 +110,69 @@ def start(
     return StartedEffect(dispatch), run_id, events
 
 
-def end(tx: Connection, run_id: str, task_id: str, finish: EffectEnd, *, now: int) -> Event:
-    """Record how a dispatch ended (see `EffectEnd`) and settle its budget; guarded: the row must be `started`."""
+def _insert(
+    tx: Connection,
+    fence: Fence,
+    request: EffectRequest,
+    run_id: str,
+    task_id: str,
+    number: int,
+    trace_id: str,
+    status: str,
+    now: int,
+) -> None:
+    started = status == "started"
+    tx.execute(
+        "INSERT INTO effects (effect_id, format_version, run_id, task_id, attempt_id, attempt, ordinal, operation, "
+        "effect_class, risk, idempotency, idempotency_key, input_digest, input_json, expected_json, trace_id, "
+        "status, dispatches, requested_at, started_at) "
+        "VALUES (?,?,?,?,?,?,?,?,?,?,?,?,?,?,?,?,?,?,?,?)",
+        (
+            request.effect_id,
+            EFFECT_FORMAT_VERSION,
+            run_id,
+            task_id,
+            fence.attempt_id,
+            number,
+            request.ordinal,
+            request.operation,
+            request.effect_class,
+            request.risk,
+            request.idempotency,
+            request.effect_id,
+            request.input_digest,
+            request.input_json,
+            request.expected_json,
+            trace_id,
+            status,
+            1 if started else 0,
+            now,
+            now if started else None,
+        ),
+    )
+
+
+def _requested(request: EffectRequest, task_id: str) -> Event:
+    return Event(
+        "effect.requested",
+        task_id,
+        f'{{"effectId":"{request.effect_id}","inputDigest":"{request.input_digest}",'
+        f'"operation":{canonical(request.operation)}}}',
+    )
+
+
+def end(
+    tx: Connection, run_id: str, task_id: str, finish: EffectEnd, events: list[Event], *, now: int
+) -> dict[str, object] | None:
+    """Record how a dispatch ended (see `EffectEnd`) and settle its budget; guarded: the row must be `started`.
+
+    Returns what the settlement has exceeded (see `ledger.settle`): then the task fails although its effect succeeded.
+    """
     if finish.status == "lost":
-        return back_to_requested(tx, finish.effect_id, task_id, reason="ended before it was done")
+        events.append(
+            back_to_requested(tx, finish.effect_id, task_id, events, reason="ended before it was done", now=now)
+        )
+        return None
     if finish.status in ("requested", "cancelled"):
         tx.execute(
             "UPDATE effects SET status = 'requested', dispatches = dispatches - 1 "
@@ -127,13 +180,15 @@ def end(tx: Connection, run_id: str, task_id: str, finish: EffectEnd, *, now: in
             (finish.effect_id,),
         )
         _require_one(tx, finish.effect_id)
-        ledger.release(tx, run_id, finish.effect_id, finish.dispatch)
+        ledger.release(tx, run_id, task_id, finish.effect_id, finish.dispatch, events)
         if finish.status == "cancelled":
             tx.execute(
                 "UPDATE effects SET status = 'cancelled', completed_at = ? WHERE effect_id = ?", (now, finish.effect_id)
             )
-            return Event("effect.cancelled", task_id, f'{{"effectId":"{finish.effect_id}"}}')
-        return Event("effect.not_dispatched", task_id, f'{{"effectId":"{finish.effect_id}"}}')
+            events.append(Event("effect.cancelled", task_id, f'{{"effectId":"{finish.effect_id}"}}'))
+        else:
+            events.append(Event("effect.not_dispatched", task_id, f'{{"effectId":"{finish.effect_id}"}}'))
+        return None
     tx.execute(
         "UPDATE effects SET status = ?, confirmed = ?, result_json = ?, error_json = ?, notes_json = ?, "
         "completed_at = ? WHERE effect_id = ? AND status = 'started'",
@@ -148,9 +203,10 @@ def end(tx: Connection, run_id: str, task_id: str, finish: EffectEnd, *, now: in
         ),
     )
     _require_one(tx, finish.effect_id)
+    events.append(Event("effect." + finish.status, task_id, f'{{"effectId":"{finish.effect_id}"}}'))
     if finish.status != "uncertain" and (finish.reserved or finish.usage):
-        ledger.settle(tx, run_id, finish.effect_id, finish.dispatch, finish.usage)
-    return Event("effect." + finish.status, task_id, f'{{"effectId":"{finish.effect_id}"}}')
+        return ledger.settle(tx, run_id, task_id, finish.effect_id, finish.dispatch, finish.usage, events, now=now)
+    return None
 
 
 def _require_one(tx: Connection, effect_id: str) -> None:
@@ -158,7 +214,9 @@ def _require_one(tx: Connection, effect_id: str) -> None:
         raise LeaseLost(f"effect {effect_id} is no longer started; its end is not recorded")
 
 
-def back_to_requested(tx: Connection, effect_id: str, task_id: str, *, reason: str) -> Event:
+def back_to_requested(
+    tx: Connection, effect_id: str, task_id: str, events: list[Event], *, reason: str, now: int
+) -> Event:
     """A lost dispatch that may be repeated: `started -> requested`. What it reserved stays charged (architecture 4)."""
     row = tx.execute(
         "UPDATE effects SET status = 'requested' WHERE effect_id = ? AND status = 'started' "
@@ -167,20 +225,41 @@ def back_to_requested(tx: Connection, effect_id: str, task_id: str, *, reason: s
     ).fetchone()
     if row is None:
         raise ConflictError(f"effect {effect_id} is not started")
-    ledger.charge_lost(tx, row[0], effect_id, row[1])
+    ledger.charge_lost(tx, row[0], task_id, effect_id, row[1], events, now=now)
     return Event("effect.requested", task_id, canonical({"effectId": effect_id, "reason": reason, "again": True}))
 
 
-def mark_uncertain(tx: Connection, effect_id: str, task_id: str, *, reason: str, now: int) -> Event:
-    """`started -> uncertain`: nobody knows whether it happened. Its reservation stays until it is reconciled."""
+def mark_uncertain(tx: Connection, effect_id: str, task_id: str, *, reason: str, holder: str | None, now: int) -> Event:
+    """`started -> uncertain`: nobody knows whether it happened. Its reservation stays until it is reconciled.
+
+    `holder` names a process that may still be carrying it out, since it could not be ended (architecture 4).
+    """
     tx.execute(
-        "UPDATE effects SET status = 'uncertain', completed_at = ?, error_json = ? "
+        "UPDATE effects SET status = 'uncertain', completed_at = ?, error_json = ?, notes_json = ? "
         "WHERE effect_id = ? AND status = 'started'",
-        (now, canonical({"code": "uncertain_effect", "message": reason, "retryable": False}), effect_id),
+        (
+            now,
+            canonical({"code": "uncertain_effect", "message": reason, "retryable": False}),
+            None if holder is None else canonical({"holderMayLive": holder}),
+            effect_id,
+        ),
     )
     if tx.changes() != 1:
         raise ConflictError(f"effect {effect_id} is not started")
     return Event("effect.uncertain", task_id, canonical({"effectId": effect_id, "reason": reason}))
+
+
+def supersede(tx: Connection, run_id: str, effect_ids: list[str], events: list[Event], *, now: int) -> None:
+    """Uncertain effects that may be repeated and will be, or whose task has failed: they block nothing any more.
+
+    What they hold of the budget is charged, since nobody is asked to reconcile them.
+    """
+    for effect_id in effect_ids:
+        row = tx.execute(
+            "UPDATE effects SET superseded = 1 WHERE effect_id = ? RETURNING task_id, dispatches", (effect_id,)
+        ).fetchone()
+        if row is not None:
+            ledger.charge_lost(tx, run_id, row[0], effect_id, row[1], events, now=now)
 
 
 def expected_of(tx: Connection, attempt_id: int, ordinal: int) -> str | None:

@@ -10,16 +10,30 @@ import logging
 import os
 import signal
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from datetime import datetime
 from pathlib import Path
 
-from . import audit, commits, effects, process_identity, processes, runs, task_queue
+from . import (
+    approvals,
+    audit,
+    commits,
+    effects,
+    holds,
+    ledger,
+    process_identity,
+    processes,
+    reconciliations,
+    runs,
+    task_queue,
+)
+from .canonical import canonical
 from .clock import Clock
 from .database import Connection, Database
 from .errors import NotFoundError
 from .records import (
     AttemptEnd,
+    AttemptHeld,
     Batch,
     Claim,
     EffectEnd,
@@ -27,7 +41,9 @@ from .records import (
     Event,
     Fence,
     FinishedAttempt,
+    HeldAttempt,
     LiveAttempt,
+    NewReconciliation,
     NewRun,
     ProcessRow,
     RecordedEffect,
@@ -54,6 +70,8 @@ class RunSnapshot:
     tasks: list[TaskRow]
     live: list[LiveAttempt]
     memory: list[tuple[str, int, str | None]]
+    held: list[HeldAttempt] = field(default_factory=list)
+    exceeded: bool = False
 
 
 class Store:
@@ -141,6 +159,11 @@ class Store:
         with self.database.read() as tx:
             return runs.open_runs(tx)
 
+    def overdue_runs(self) -> list[Run]:
+        """Paused runs whose wall time is over."""
+        with self.database.read() as tx:
+            return runs.overdue_runs(tx, now=self.clock.now())
+
     def snapshot(self, run_id: str) -> RunSnapshot:
         """The state of a run for its driver, from one snapshot."""
         with self.database.read() as tx:
@@ -150,6 +173,8 @@ class Store:
                 runs.task_rows(tx, run),
                 task_queue.live_attempts(tx, run_id, run.first_task, run.task_count),
                 runs.memory_rows(tx, run_id),
+                holds.held(tx, run_id, run.first_task),
+                ledger.exceeded(tx, run_id),
             )
 
     def task_outputs(self, run: Run, positions: list[int]) -> dict[int, tuple[str | None, str | None]]:
@@ -183,6 +208,43 @@ class Store:
         with self.database.write(durable=True) as tx:
             return runs.request_cancel(tx, run_id, reason=reason, actor=actor, now=self.clock.now())
 
+    def request_pause(self, run_id: str, *, reason: str, actor: str) -> tuple[str, str | None]:
+        """Ask that a run pause; (state, reason). Durable. No effect of the run starts after it returns."""
+        with self.database.write(durable=True) as tx:
+            return runs.request_pause(tx, run_id, reason=reason, actor=actor, now=self.clock.now())
+
+    def withdraw_pause(self, run_id: str, *, actor: str) -> bool:
+        """Take back the request to pause a run that runs still. Durable."""
+        with self.database.write(durable=True) as tx:
+            taken = runs.withdraw_pause(tx, run_id, actor=actor, now=self.clock.now())
+        if taken:
+            self.wake_driver(run_id)
+            self.wake_workers()
+        return taken
+
+    def resolve_approval(self, approval_id: str, *, approve: bool, actor: str, reason: str) -> str:
+        """Decide an approval (see `approvals.resolve`); the run's id. Durable."""
+        with self.database.write(durable=True) as tx:
+            run_id, driver = approvals.resolve(
+                tx, approval_id, approve=approve, actor=actor, reason=reason, now=self.clock.now()
+            )
+        self._wake_those_who_drive(driver)
+        return run_id
+
+    def reconcile(self, new: NewReconciliation) -> str:
+        """Append a conclusion about an effect (see `reconciliations.reconcile`); the run's id. Durable."""
+        with self.database.write(durable=True) as tx:
+            run_id, driver = reconciliations.reconcile(tx, new, now=self.clock.now())
+        self._wake_those_who_drive(driver)
+        return run_id
+
+    def _wake_those_who_drive(self, driver: str | None) -> None:
+        if driver is not None:
+            self.wakes.wake(driver)
+            return
+        for row in self.live_processes("coordinator"):
+            self.wakes.wake(row.process_id)
+
     def stop_signals(self, run_id: str) -> tuple[bool, bool, int | None]:
         """(cancel requested, pause requested, deadline)."""
         with self.database.read() as tx:
@@ -194,6 +256,16 @@ class Store:
         """Results that wait for their commit, one batch of them, and whether more are there."""
         with self.database.read() as tx:
             return task_queue.finished(tx, run.run_id, run.first_task, limit=BATCH_RESULTS, max_bytes=BATCH_BYTES)
+
+    def held_attempts(self, run: Run) -> list[HeldAttempt]:
+        """Attempts of a run that hold no place, and why."""
+        with self.database.read() as tx:
+            return holds.held(tx, run.run_id, run.first_task)
+
+    def claimed_positions(self, run: Run) -> set[int]:
+        """Tasks of a run that workers hold now."""
+        with self.database.read() as tx:
+            return task_queue.claimed_positions(tx, run.run_id, run.first_task)
 
     def runs_with_finished(self) -> list[str]:
         """Runs that have results to commit."""
@@ -257,7 +329,7 @@ class Store:
 
     def start_effect(
         self, fence: Fence, request: EffectRequest, *, previous: EffectEnd | None, task_id: str
-    ) -> StartedEffect | RecordedEffect | StartRefused:
+    ) -> StartedEffect | RecordedEffect | StartRefused | AttemptHeld:
         """Record the end of the previous effect and start the next one, in one transaction; dispatch may follow.
 
         Durable when it returns, but for a start that a power cut may undo without harm: its class leaves no trace in
@@ -266,10 +338,17 @@ class Store:
         Raises `LeaseLost`, `ConflictError` (see `effects.start`) and `SyncFailed`, after which nothing is dispatched.
         """
         now = self.clock.now()
-        harmless = previous is None and not request.estimate and request.effect_class in LEAVES_NO_TRACE
+        harmless = (
+            previous is None
+            and not request.estimate
+            and request.approval is None
+            and request.effect_class in LEAVES_NO_TRACE
+        )
         with self.database.write(durable=not harmless) as tx:
             answer, run_id, events = effects.start(tx, fence, request, previous=previous, now=now)
-            audit.append(tx, run_id, events, actor=fence.holder, now=now)
+            driver = audit.append(tx, run_id, events, actor=fence.holder, now=now)
+        if isinstance(answer, AttemptHeld) and driver is not None:
+            self.wakes.wake(driver)
         return answer
 
     def finish(
@@ -292,7 +371,9 @@ class Store:
         with self.database.write(durable=not next_claim) as tx:
             events: list[Event] = []
             if effect is not None:
-                events.append(effects.end(tx, claim.run_id, claim.task_id, effect, now=now))
+                overdrawn = effects.end(tx, claim.run_id, claim.task_id, effect, events, now=now)
+                if overdrawn is not None:
+                    end = _overdrawn(end, overdrawn)
             task_queue.finish(tx, claim.fence, end, now=now)
             following = None
             if next_claim:
@@ -327,10 +408,10 @@ class Store:
         """Give back a claim; see `task_queue.release`. Durable."""
         now = self.clock.now()
         with self.database.write(durable=True) as tx:
-            events = []
+            events: list[Event] = []
             runs.head(tx, claim.run_id)
             if effect is not None:
-                events.append(effects.end(tx, claim.run_id, claim.task_id, effect, now=now))
+                effects.end(tx, claim.run_id, claim.task_id, effect, events, now=now)
             events.append(task_queue.release(tx, claim.fence, reason=reason, now=now))
             audit.append(tx, claim.run_id, events, actor=claim.fence.holder, now=now)
 
@@ -447,6 +528,17 @@ class Store:
         raise NotFoundError(
             f"there is no live {kind} {name_or_id}", remedy="`agentctl workers list` shows who is there"
         )
+
+
+def _overdrawn(end: AttemptEnd, detail: dict[str, object]) -> AttemptEnd:
+    """The end of an attempt whose effect has used more than was reserved, and more than the limit (contract 6)."""
+    error = {
+        "code": "budget_exceeded",
+        "message": f"{detail['dimension']}: {detail['attempted']} were used, the limit is {detail['limit']}",
+        "retryable": False,
+        "details": detail,
+    }
+    return replace(end, outcome="failed", error_json=canonical(error))
 
 
 def own_rss() -> int:

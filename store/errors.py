@@ -7,6 +7,7 @@
     ├── ConflictError         exit 5   another process or an earlier decision stands in the way
     │   ├── LeaseLost         exit 5   the fence (attempt, delivery, holder) no longer holds
     │   └── RunMoved          exit 5   epoch or revision of the run changed under a decision
+    ├── AlreadyTerminal       exit 4   the run has ended; there is nothing to go on with or to pause
     ├── UncertainError        exit 3   an operator has to reconcile an effect first
     ├── EnvironmentFault      exit 5   disk, permission, filesystem, missing feature of the machine
     └── StoreError            exit 5   the database itself
@@ -74,6 +75,12 @@ class RunMoved(ConflictError):
     """A batch was decided on an epoch or revision that is no longer current; decide again."""
 
     code = "busy"
+
+
+class AlreadyTerminal(AgentctlError):
+    """The run has ended (contract 4.9 and 4.10)."""
+
+    code = "already_terminal"
 
 
 class UncertainError(AgentctlError):

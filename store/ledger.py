@@ -8,7 +8,10 @@ from __future__ import annotations
 
 import json
 
+from . import audit, holds
+from .canonical import canonical
 from .database import Connection, all_rows
+from .records import Event
 
 ORDER = (
     "providerRequests",
@@ -26,23 +29,23 @@ ORDER = (
 
 
 def reserve(
-    tx: Connection, run_id: str, reservation_id: str, dispatch: int, estimate: dict[str, int]
+    tx: Connection,
+    run_id: str,
+    task_id: str,
+    reservation_id: str,
+    dispatch: int,
+    estimate: dict[str, int],
+    events: list[Event],
 ) -> dict[str, object] | None:
     """Hold units for one dispatch, all dimensions or none. Only dimensions with a limit are held.
 
     Returns None when they fit, else what was exceeded: dimension, limit, attempted, and `wait` when the units would
-    fit beside what is used, so that waiting for others can help (row 20 of the contract's table).
+    fit beside what is used, so that waiting for others can help (row 20 of the contract's table). The event of a
+    reservation is added to `events` for the caller's transaction.
     """
     if not estimate:
         return None
-    lines = {
-        dimension: (limit, used, reserved)
-        for dimension, limit, used, reserved in tx.execute(
-            "SELECT dimension, limit_units, used, reserved FROM budget_lines "
-            "WHERE run_id = ? AND limit_units IS NOT NULL",
-            (run_id,),
-        )
-    }
+    lines = _limits(tx, run_id)
     if not lines:
         return None
     known = tx.execute(
@@ -52,45 +55,128 @@ def reserve(
     ).fetchone()
     if known is not None:
         return None
-    wanted = dict(estimate)
-    if "inputTokens" in wanted or "outputTokens" in wanted:
-        wanted["totalTokens"] = wanted.get("inputTokens", 0) + wanted.get("outputTokens", 0)
+    wanted = with_total(estimate)
+    denied = _first_exceeded(wanted, lines)
+    if denied is not None:
+        return denied
+    units_held = {dimension: units for dimension, units in wanted.items() if dimension in lines}
+    if not units_held:
+        return None
+    payload = {"reservationId": reservation_id, "dispatch": dispatch, "units": units_held}
+    events.append(Event("budget.reserved", task_id, canonical(payload)))
+    for dimension, units in units_held.items():
+        tx.execute(
+            "UPDATE budget_lines SET reserved = reserved + ? WHERE run_id = ? AND dimension = ?",
+            (units, run_id, dimension),
+        )
+        tx.execute(
+            # A dispatch that never was gives its number to the next one.
+            "INSERT INTO budget_reservations VALUES (?,?,?,?,?,NULL,'open') "
+            "ON CONFLICT DO UPDATE SET units = excluded.units, state = 'open'",
+            (run_id, reservation_id, dispatch, dimension, units),
+        )
+    return None
+
+
+def _first_exceeded(wanted: dict[str, int], lines: dict[str, tuple[int, int, int]]) -> dict[str, object] | None:
+    """The first dimension, in the order of the contract, that waits or is denied; a denial comes before a wait."""
+    waits: dict[str, object] | None = None
     for dimension in ORDER:
         if dimension in wanted and dimension in lines:
             limit, used, reserved = lines[dimension]
             if used + reserved + wanted[dimension] > limit:
-                return {
+                found: dict[str, object] = {
                     "dimension": dimension,
                     "limit": limit,
                     "attempted": used + reserved + wanted[dimension],
                     "wait": used + wanted[dimension] <= limit,
                 }
-    for dimension, units in wanted.items():
-        if dimension in lines:
-            tx.execute(
-                "UPDATE budget_lines SET reserved = reserved + ? WHERE run_id = ? AND dimension = ?",
-                (units, run_id, dimension),
-            )
-            tx.execute(
-                # A dispatch that never was gives its number to the next one.
-                "INSERT INTO budget_reservations VALUES (?,?,?,?,?,NULL,'open') "
-                "ON CONFLICT DO UPDATE SET units = excluded.units, state = 'open'",
-                (run_id, reservation_id, dispatch, dimension, units),
-            )
-    return None
+                if not found["wait"]:
+                    return found
+                waits = waits or found
+    return waits
 
 
-def settle(tx: Connection, run_id: str, reservation_id: str, dispatch: int, usage: dict[str, int]) -> None:
-    """Replace what was held by what was used. Settling twice changes nothing: only open reservations move."""
-    actual = dict(usage)
-    if "inputTokens" in actual or "outputTokens" in actual:
-        actual["totalTokens"] = actual.get("inputTokens", 0) + actual.get("outputTokens", 0)
-    _settle(tx, run_id, reservation_id, dispatch, actual)
+def record_exceeded(
+    tx: Connection, run_id: str, task_id: str | None, detail: dict[str, object], event_type: str, *, now: int
+) -> Event:
+    """Write down what was exceeded. The first one stays; every one is an event."""
+    found = canonical({name: detail[name] for name in ("dimension", "limit", "attempted")})
+    tx.execute(
+        "UPDATE run_budgets SET exceeded_json = COALESCE(exceeded_json, ?), updated_at = ? WHERE run_id = ?",
+        (found, now, run_id),
+    )
+    audit.append_checkpoint(tx, run_id, f'{{"budget":{{"exceeded":{found}}}}}', now=now)
+    return Event(event_type, task_id, found)
 
 
-def _settle(tx: Connection, run_id: str, reservation_id: str, dispatch: int, actual: dict[str, int]) -> None:
-    opened = _close(tx, run_id, reservation_id, dispatch, "settled")
-    for dimension, units in opened:
+def exceeded(tx: Connection, run_id: str) -> bool:
+    """Whether something of this budget was exceeded."""
+    row = tx.execute("SELECT exceeded_json IS NOT NULL FROM run_budgets WHERE run_id = ?", (run_id,)).fetchone()
+    return row is not None and bool(row[0])
+
+
+def _limits(tx: Connection, run_id: str) -> dict[str, tuple[int, int, int]]:
+    """Dimension -> (limit, used, reserved), of those with a limit."""
+    return {
+        dimension: (limit, used, reserved)
+        for dimension, limit, used, reserved in tx.execute(
+            "SELECT dimension, limit_units, used, reserved FROM budget_lines "
+            "WHERE run_id = ? AND limit_units IS NOT NULL",
+            (run_id,),
+        )
+    }
+
+
+def _clear_holds(tx: Connection, run_id: str) -> None:
+    """Units have become free: let go, in compiled order, those who wait for them, as far as they fit.
+
+    Who comes first is served first, however much it needs: nobody starves behind small ones. One that can never fit is
+    let go as well, to be denied.
+    """
+    waiting = holds.waiting_for_budget(tx, run_id)
+    if not waiting:
+        return
+    lines = _limits(tx, run_id)
+    for attempt_id, text in waiting:
+        wanted = with_total(json.loads(text))
+        found = _first_exceeded(wanted, lines)
+        if found is not None and found["wait"]:
+            return
+        holds.let_go(tx, attempt_id, "budget")
+        if found is not None:
+            return
+        for dimension, units in wanted.items():
+            if dimension in lines:
+                limit, used, reserved = lines[dimension]
+                lines[dimension] = (limit, used, reserved + units)
+
+
+def with_total(units: dict[str, int]) -> dict[str, int]:
+    """Units with `totalTokens`, which is input and output together (contract 6)."""
+    if "totalTokens" not in units and ("inputTokens" in units or "outputTokens" in units):
+        return {**units, "totalTokens": units.get("inputTokens", 0) + units.get("outputTokens", 0)}
+    return dict(units)
+
+
+def settle(
+    tx: Connection,
+    run_id: str,
+    task_id: str,
+    reservation_id: str,
+    dispatch: int,
+    usage: dict[str, int],
+    events: list[Event],
+    *,
+    now: int,
+) -> dict[str, object] | None:
+    """Replace what was held by what was used. Settling twice changes nothing: only open reservations move.
+
+    Returns what is exceeded now, if more was used than reserved and the limit with it (contract 6), else None.
+    """
+    actual = with_total(usage)
+    opened = dict(_close(tx, run_id, reservation_id, dispatch, "settled"))
+    for dimension, units in opened.items():
         tx.execute(
             "UPDATE budget_reservations SET actual = ? "
             "WHERE run_id = ? AND reservation_id = ? AND dispatch = ? AND dimension = ?",
@@ -107,19 +193,40 @@ def _settle(tx: Connection, run_id: str, reservation_id: str, dispatch: int, act
                 "ON CONFLICT (run_id, dimension) DO UPDATE SET used = used + excluded.used",
                 (run_id, dimension, units),
             )
+    if not opened:
+        return None
+    used = {dimension: actual.get(dimension, 0) for dimension in opened}
+    payload = {"reservationId": reservation_id, "dispatch": dispatch, "units": used}
+    events.append(Event("budget.reconciled", task_id, canonical(payload)))
+    _clear_holds(tx, run_id)
+    if all(used[dimension] <= units for dimension, units in opened.items()):
+        return None
+    for dimension, (limit, total, _) in _limits(tx, run_id).items():
+        if total > limit and used.get(dimension, 0) > opened.get(dimension, 0):
+            detail: dict[str, object] = {"dimension": dimension, "limit": limit, "attempted": total}
+            events.append(record_exceeded(tx, run_id, task_id, detail, "budget.reconciled_exceeded", now=now))
+            return detail
+    return None
 
 
-def release(tx: Connection, run_id: str, reservation_id: str, dispatch: int) -> None:
+def release(tx: Connection, run_id: str, task_id: str, reservation_id: str, dispatch: int, events: list[Event]) -> None:
     """Give back what a dispatch held that provably never happened."""
-    for dimension, units in _close(tx, run_id, reservation_id, dispatch, "released"):
+    opened = _close(tx, run_id, reservation_id, dispatch, "released")
+    for dimension, units in opened:
         tx.execute(
             "UPDATE budget_lines SET reserved = reserved - ? WHERE run_id = ? AND dimension = ?",
             (units, run_id, dimension),
         )
+    if opened:
+        payload = {"reservationId": reservation_id, "dispatch": dispatch, "released": dict(opened)}
+        events.append(Event("budget.reconciled", task_id, canonical(payload)))
+        _clear_holds(tx, run_id)
 
 
-def charge_lost(tx: Connection, run_id: str, reservation_id: str, dispatch: int) -> None:
-    """A lost dispatch of an effect that is sent again: its whole estimate counts as used (architecture 4)."""
+def charge_lost(
+    tx: Connection, run_id: str, task_id: str, reservation_id: str, dispatch: int, events: list[Event], *, now: int
+) -> None:
+    """What a dispatch held counts as used: it is lost and sent again, or nobody will ever know (architecture 4)."""
     held: dict[str, int] = dict(
         all_rows(
             tx.execute(
@@ -129,7 +236,8 @@ def charge_lost(tx: Connection, run_id: str, reservation_id: str, dispatch: int)
             )
         )
     )
-    _settle(tx, run_id, reservation_id, dispatch, held)
+    if held:
+        settle(tx, run_id, task_id, reservation_id, dispatch, held, events, now=now)
 
 
 def _close(tx: Connection, run_id: str, reservation_id: str, dispatch: int, state: str) -> list[tuple[str, int]]:
@@ -142,8 +250,11 @@ def _close(tx: Connection, run_id: str, reservation_id: str, dispatch: int, stat
     )
 
 
-def as_json(tx: Connection, run_id: str) -> dict[str, object]:
-    """The ledger of a run as `inspect` shows it (contract 6)."""
+def as_json(tx: Connection, run_id: str, *, now: int) -> dict[str, object]:
+    """The ledger of a run as `inspect` shows it (contract 6).
+
+    Wall time is counted from the creation of the run, pauses included, and only as long as it has not ended.
+    """
     head = tx.execute(
         "SELECT format_version, pricing_version, exceeded_json, planned_tasks, planned_expansion_items, "
         "planned_loop_iterations, updated_at FROM run_budgets WHERE run_id = ?",
@@ -160,6 +271,10 @@ def as_json(tx: Connection, run_id: str) -> dict[str, object]:
         if dimension != "totalTokens":
             usage[dimension] = used
             reserved[dimension] = held
+    span = tx.execute("SELECT created_at, ended_at FROM runs WHERE run_id = ?", (run_id,)).fetchone()
+    if span is not None:
+        usage["wallTimeSeconds"] = max(0, -((span[0] - (span[1] or now)) // 1000))
+    reserved.pop("wallTimeSeconds", None)
     if head is None:
         return {"limits": limits, "usage": usage, "reserved": reserved}
     return {

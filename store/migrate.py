@@ -9,7 +9,7 @@ from importlib import resources
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from .errors import EnvironmentFault, IncompatibleVersion
+from .errors import CorruptStore, EnvironmentFault, IncompatibleVersion
 
 if TYPE_CHECKING:
     from .database import Database
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 APPLICATION_ID = 0x41474354
 """`AGCT`: tells our files from those of every other program."""
 
-LATEST = 1
+LATEST = 2
 """The schema that this code knows; the number of the last file in `migrations/`."""
 
 
@@ -43,6 +43,7 @@ def migrate(database: Database) -> None:
     """Bring the schema to `LATEST`. Processes that start at one instant do it one after the other.
 
     Transaction boundaries: one per migration; `user_version` is part of it, so a crash leaves a known version.
+    Foreign keys are off while a table is made anew, and checked before the commit.
     """
     from filelock import FileLock, Timeout
 
@@ -56,17 +57,31 @@ def migrate(database: Database) -> None:
                 connection.execute("PRAGMA journal_mode = WAL")
             finally:
                 database.gate.release()
-            for number in range(1, LATEST + 1):
-                with database.write(durable=True) as tx:
-                    row = tx.execute("PRAGMA user_version").fetchone()
-                    if row is not None and int(row[0]) >= number:
-                        continue
-                    if number == 1:
-                        database.refuse_tables()
-                    tx.execute(script(number))
-                    tx.execute(f"PRAGMA application_id = {APPLICATION_ID}")
-                    tx.execute(f"PRAGMA user_version = {number}")
+            # No-op inside of a transaction, so it has to stand around them.
+            connection.execute("PRAGMA foreign_keys = OFF")
+            database.migrating = True
+            try:
+                for number in range(1, LATEST + 1):
+                    _apply(database, number)
+            finally:
+                database.migrating = False
+                connection.execute("PRAGMA foreign_keys = ON")
     except Timeout as error:
         raise EnvironmentFault(
             f"another process has been migrating {database.path} for a minute", remedy="wait for it, then try again"
         ) from error
+
+
+def _apply(database: Database, number: int) -> None:
+    with database.write(durable=number == LATEST) as tx:
+        row = tx.execute("PRAGMA user_version").fetchone()
+        if row is not None and int(row[0]) >= number:
+            return
+        if number == 1:
+            database.refuse_tables()
+        tx.execute(script(number))
+        broken = tx.execute("PRAGMA foreign_key_check").fetchone()
+        if broken is not None:
+            raise CorruptStore(f"{database.path}: a row of {broken[0]} refers to one of {broken[2]} that is not there")
+        tx.execute(f"PRAGMA application_id = {APPLICATION_ID}")
+        tx.execute(f"PRAGMA user_version = {number}")

@@ -12,6 +12,8 @@ CHECKPOINT_FORMAT_VERSION = 1
 AUDIT_EVENT_VERSION = 1
 BUDGET_FORMAT_VERSION = 1
 TASK_METADATA_VERSION = 1
+APPROVAL_FORMAT_VERSION = 1
+RECONCILIATION_FORMAT_VERSION = 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,6 +37,8 @@ class NewRun:
     max_deliveries: int
     memory: dict[str, str]
     budget_limits: dict[str, int] = field(default_factory=dict)
+    """Ledger dimension to limit; `wallTimeSeconds` becomes the deadline, counted from the creation of the run."""
+    pricing_version: str | None = None
     planned_expansion_items: int = 0
     priority: int = 0
     idempotency_key: str | None = None
@@ -121,8 +125,25 @@ class Claim:
 
 
 @dataclass(frozen=True, slots=True)
+class ApprovalAsk:
+    """Why an effect needs the approval of a person, and what that person is shown (contract 4.7).
+
+    `redacted_json` is the input without anything that looks like a secret; `agent` is set for tools of a model only.
+    """
+
+    reason: str
+    tool: str
+    capability: str
+    redacted_json: str
+    agent: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
 class EffectRequest:
-    """An effect before its dispatch (contract 5.2). `input_json` and `expected_json` are canonical."""
+    """An effect before its dispatch (contract 5.2). `input_json` and `expected_json` are canonical.
+
+    With `approval` it starts only after a person has approved exactly this action.
+    """
 
     effect_id: str
     ordinal: int
@@ -134,6 +155,7 @@ class EffectRequest:
     input_json: str
     expected_json: str
     estimate: dict[str, int]
+    approval: ApprovalAsk | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,11 +167,23 @@ class StartedEffect:
 
 @dataclass(frozen=True, slots=True)
 class RecordedEffect:
-    """The effect has ended before: use what was recorded, dispatch nothing."""
+    """The effect has ended before: use what was recorded, dispatch nothing.
+
+    `reconciled`: the result is that of a reconciliation, not of the effect's own row.
+    """
 
     status: str
     result_json: str | None
     error_json: str | None
+    reconciled: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class AttemptHeld:
+    """The delivery is over: the attempt waits for `approval` or `budget`, and its worker is free."""
+
+    why: str
+    approval_id: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -220,6 +254,35 @@ class LiveAttempt:
 
 
 @dataclass(frozen=True, slots=True)
+class HeldAttempt:
+    """An attempt that holds no place: `why` is `approval`, `budget` or `place` (see `holds`)."""
+
+    attempt_id: int
+    position: int
+    number: int
+    why: str
+
+
+@dataclass(frozen=True, slots=True)
+class NewReconciliation:
+    """What a person says about an effect (contract 5.5). All texts ending in `_json` are canonical.
+
+    `status` is `applied`, `not_applied` or `compensated`. Result, schema and policy have been checked by the caller.
+    """
+
+    reconciliation_id: str
+    effect_id: str
+    status: str
+    actor: str
+    reason: str
+    evidence_json: str
+    authorization_json: str
+    result_json: str | None = None
+    result_schema_json: str | None = None
+    compensation_effect_id: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
 class Event:
     """An audit event of the transaction that writes it. `payload_json` is JSON text."""
 
@@ -255,6 +318,7 @@ class Batch:
     parked: list[int] = field(default_factory=list)
     superseded: list[str] = field(default_factory=list)
     enqueues: list[NewAttempt] = field(default_factory=list)
+    unheld: list[int] = field(default_factory=list)
     memory: list[tuple[str, int, str | None]] = field(default_factory=list)
     events: list[Event] = field(default_factory=list)
     changes: list[list[Any]] = field(default_factory=list)
@@ -267,7 +331,14 @@ class Batch:
     def is_empty(self) -> bool:
         """Whether there is nothing to write."""
         return not (
-            self.finals or self.waits or self.closed or self.parked or self.enqueues or self.stop or self.run_state
+            self.finals
+            or self.waits
+            or self.closed
+            or self.parked
+            or self.enqueues
+            or self.unheld
+            or self.stop
+            or self.run_state
         )
 
 

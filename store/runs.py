@@ -7,7 +7,7 @@ import json
 from . import audit
 from .canonical import canonical
 from .database import Connection
-from .errors import ConflictError, NotFoundError, RunMoved
+from .errors import AlreadyTerminal, ConflictError, NotFoundError, RunMoved
 from .records import (
     BUDGET_FORMAT_VERSION,
     PLAN_FORMAT_VERSION,
@@ -47,12 +47,14 @@ def create_run(tx: Connection, new: NewRun, *, now: int) -> tuple[str, bool]:
                     run_id=row[0],
                 )
             return row[0], False
+    # From creation, so that no pause and no resume can move it (seed).
+    wall_time = new.budget_limits.get("wallTimeSeconds")
     first = int((tx.execute("SELECT MAX(task_no) FROM tasks").fetchone() or (0,))[0] or 0) + 1
     tx.execute(
         "INSERT INTO runs (run_id, runtime_state_version, plan_format_version, workflow_name, workflow_digest, "
         "plan_digest, mode, state, trace_id, priority, idempotency_key, submission_digest, base_path, first_task, "
-        "task_count, max_concurrency, max_deliveries, created_at, updated_at) "
-        "VALUES (?,?,?,?,?,?,?,'running',?,?,?,?,?,?,?,?,?,?,?)",
+        "task_count, max_concurrency, max_deliveries, deadline_at, created_at, updated_at) "
+        "VALUES (?,?,?,?,?,?,?,'running',?,?,?,?,?,?,?,?,?,?,?,?)",
         (
             new.run_id,
             RUNTIME_STATE_VERSION,
@@ -70,6 +72,7 @@ def create_run(tx: Connection, new: NewRun, *, now: int) -> tuple[str, bool]:
             len(new.task_ids),
             new.max_concurrency,
             new.max_deliveries,
+            None if wall_time is None else now + wall_time * 1000,
             now,
             now,
         ),
@@ -87,8 +90,15 @@ def create_run(tx: Connection, new: NewRun, *, now: int) -> tuple[str, bool]:
         [(new.run_id, key, value) for key, value in new.memory.items()],
     )
     tx.execute(
-        "INSERT INTO run_budgets VALUES (?,?,NULL,NULL,?,?,0,?)",
-        (new.run_id, BUDGET_FORMAT_VERSION, len(new.task_ids), new.planned_expansion_items, now),
+        "INSERT INTO run_budgets VALUES (?,?,?,NULL,?,?,0,?)",
+        (
+            new.run_id,
+            BUDGET_FORMAT_VERSION,
+            new.pricing_version,
+            len(new.task_ids),
+            new.planned_expansion_items,
+            now,
+        ),
     )
     tx.executemany(
         "INSERT INTO budget_lines (run_id, dimension, limit_units) VALUES (?,?,?)",
@@ -242,6 +252,25 @@ def take_run(
     return epoch + 1
 
 
+def go_on(tx: Connection, run: Run, events: list[Event], *, now: int) -> bool:
+    """Somebody has changed the run from outside: what its driver has decided meanwhile is decided again.
+
+    A run that was paused because only a person could move it is `running` again, without a driver: a live coordinator
+    adopts it, `resume` takes it. One that an operator has paused stays so. Returns whether it runs again.
+    """
+    tx.execute("UPDATE runs SET revision = revision + 1, updated_at = ? WHERE run_id = ?", (now, run.run_id))
+    if run.state != "paused" or run.pause_requested_at is not None:
+        return False
+    tx.execute(
+        "UPDATE runs SET state = 'running', reason = NULL, driver = NULL, driver_lease_expires_at = NULL "
+        "WHERE run_id = ?",
+        (run.run_id,),
+    )
+    put_in_turn(tx, run.run_id, run.priority)
+    events.append(Event("run.state", None, canonical({"from": "paused", "to": "running"})))
+    return True
+
+
 def renew_runs(tx: Connection, driver: str, *, lease_ms: int, now: int) -> None:
     """Push the lease of every run that this process drives."""
     tx.execute(
@@ -277,6 +306,18 @@ def open_runs(tx: Connection) -> list[Run]:
             f"SELECT {COLUMNS} FROM runs WHERE ended_at IS NULL AND state = 'running' "  # noqa: S608
             "AND runtime_state_version <= ? AND plan_format_version <= ? ORDER BY created_at",
             (RUNTIME_STATE_VERSION, PLAN_FORMAT_VERSION),
+        )
+    ]
+
+
+def overdue_runs(tx: Connection, *, now: int) -> list[Run]:
+    """Paused runs whose wall time is over: nobody drives them, and they have to end."""
+    return [
+        Run(*row)
+        for row in tx.execute(
+            f"SELECT {COLUMNS} FROM runs WHERE ended_at IS NULL AND state = 'paused' AND deadline_at < ? "  # noqa: S608
+            "AND runtime_state_version <= ? AND plan_format_version <= ? ORDER BY created_at",
+            (now, RUNTIME_STATE_VERSION, PLAN_FORMAT_VERSION),
         )
     ]
 
@@ -326,6 +367,47 @@ def request_cancel(tx: Connection, run_id: str, *, reason: str, actor: str, now:
         )
         audit.append_checkpoint(tx, run_id, canonical({"cancellationRequested": True}), now=now)
     return True, run.state
+
+
+def request_pause(tx: Connection, run_id: str, *, reason: str, actor: str, now: int) -> tuple[str, str | None]:
+    """Ask that a run pause: what runs finishes, nothing new starts. Returns (state, reason of the state).
+
+    A run that waits for a person already is paused by the operator from now on: an answer does not set it going.
+    Raises `AlreadyTerminal`, and `ConflictError` for a run that is being cancelled.
+    """
+    run = get(tx, run_id)
+    if run.ended_at is not None:
+        raise AlreadyTerminal(f"{run_id} has ended already: {run.state}", run_id=run_id)
+    if run.cancel_requested_at is not None:
+        raise ConflictError(f"{run_id} is being cancelled", run_id=run_id)
+    if run.pause_requested_at is not None:
+        return run.state, run.reason
+    tx.execute(
+        "UPDATE runs SET pause_requested_at = ?, pause_reason = ?, revision = revision + 1, updated_at = ?, "
+        "reason = CASE state WHEN 'paused' THEN 'paused_by_operator' ELSE reason END WHERE run_id = ?",
+        (now, reason, now, run_id),
+    )
+    state: dict[str, object] = {"pauseRequested": True}
+    if run.state == "paused":
+        state |= {"state": "paused", "reason": "paused_by_operator"}
+    audit.append(tx, run_id, [Event("run.pause_requested", None, canonical({"reason": reason}))], actor=actor, now=now)
+    audit.append_checkpoint(tx, run_id, canonical(state), now=now)
+    return run.state, "paused_by_operator" if run.state == "paused" else run.reason
+
+
+def withdraw_pause(tx: Connection, run_id: str, *, actor: str, now: int) -> bool:
+    """Take back the request to pause a run that runs still. False when there is none."""
+    run = get(tx, run_id)
+    if run.state != "running" or run.pause_requested_at is None:
+        return False
+    tx.execute(
+        "UPDATE runs SET pause_requested_at = NULL, pause_reason = NULL, revision = revision + 1, updated_at = ? "
+        "WHERE run_id = ?",
+        (now, run_id),
+    )
+    audit.append(tx, run_id, [Event("run.pause_withdrawn", None, "{}")], actor=actor, now=now)
+    audit.append_checkpoint(tx, run_id, canonical({"pauseRequested": False}), now=now)
+    return True
 
 
 def stop_signals(tx: Connection, run_id: str) -> tuple[bool, bool, int | None]:

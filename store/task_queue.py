@@ -84,9 +84,7 @@ def claim(
     if others:
         # Alone, a run keeps its turn: nothing to write.
         tx.execute("UPDATE turns SET turn = (SELECT MAX(turn) + 1 FROM turns) WHERE run_id = ?", (run_id,))
-    payload = (
-        f'{{"attempt":{number},"delivery":{delivery},"from":"ready","to":"running","worker":{canonical(holder)}}}'
-    )
+    payload = f'{{"attempt":{number},"delivery":{delivery},"from":"ready","to":"running","worker":{canonical(holder)}}}'
     events.append((run_id, Event("task.transition", task_id, payload)))
     return Claim(
         Fence(attempt_id, delivery, holder),
@@ -202,6 +200,14 @@ def live_attempts(tx: Connection, run_id: str, first_task: int, task_count: int)
     ]
 
 
+def claimed_positions(tx: Connection, run_id: str, first_task: int) -> set[int]:
+    """Tasks of a run that workers hold now."""
+    return {
+        row[0] - first_task
+        for row in tx.execute("SELECT task_no FROM attempts WHERE queue = 'claimed' AND run_id = ?", (run_id,))
+    }
+
+
 def runs_with_finished(tx: Connection) -> list[str]:
     """Runs that have results to commit."""
     return [row[0] for row in tx.execute("SELECT DISTINCT run_id FROM attempts WHERE queue = 'finished'")]
@@ -258,7 +264,7 @@ def rescue(
     - `worker_lost`: the bound of deliveries is reached. Deliveries that confirmed a new effect do not count.
     """
     row = tx.execute(
-        "SELECT a.run_id, a.task_no, a.task_id, a.lost, a.lost_effects, r.max_deliveries FROM attempts a "
+        "SELECT a.run_id, a.task_no, a.task_id, a.lost, a.lost_effects, r.max_deliveries, a.holder FROM attempts a "
         "JOIN runs r USING (run_id) WHERE a.attempt_id = ? AND a.delivery = ? AND a.state = 'claimed' "
         "AND r.runtime_state_version <= ? AND r.plan_format_version <= ? AND NOT EXISTS "
         "(SELECT 1 FROM effects e WHERE e.attempt_id = a.attempt_id AND e.format_version > ?)",
@@ -266,7 +272,7 @@ def rescue(
     ).fetchone()
     if row is None:
         return None
-    run_id, task_no, task_id, lost, lost_effects, max_deliveries = row
+    run_id, task_no, task_id, lost, lost_effects, max_deliveries = row[:6]
     events: list[Event] = []
     blocked: str | None = None
     started = all_rows(
@@ -281,9 +287,10 @@ def rescue(
     confirmed_count = int(confirmed[0]) if confirmed else 0
     for effect_id, effect_class, idempotency in started:
         if may_repeat(effect_class, idempotency) and not holder_may_live:
-            events.append(effects.back_to_requested(tx, effect_id, task_id, reason=why))
+            events.append(effects.back_to_requested(tx, effect_id, task_id, events, reason=why, now=now))
         else:
-            events.append(effects.mark_uncertain(tx, effect_id, task_id, reason=why, now=now))
+            holder = row[6] if holder_may_live else None
+            events.append(effects.mark_uncertain(tx, effect_id, task_id, reason=why, holder=holder, now=now))
             blocked = effect_id
     if confirmed_count <= lost_effects:
         lost += 1

@@ -17,10 +17,12 @@ from .database import Connection, Database
 from .errors import CorruptStore, IncompatibleVersion, NotFoundError, UsageError
 from .process_identity import Liveness, ProcessIdentity
 from .records import (
+    APPROVAL_FORMAT_VERSION,
     AUDIT_EVENT_VERSION,
     BUDGET_FORMAT_VERSION,
     EFFECT_FORMAT_VERSION,
     PLAN_FORMAT_VERSION,
+    RECONCILIATION_FORMAT_VERSION,
     RUNTIME_STATE_VERSION,
     TASK_METADATA_VERSION,
     ProcessRow,
@@ -126,7 +128,68 @@ class Views:
     def inspect(self, run_id: str) -> dict[str, Any]:
         """RunInspection with every key of contract 4.11. Raises `CorruptStore` for a broken checkpoint chain."""
         with self._database.read() as tx:
-            return _inspect(tx, runs.get(tx, run_id))
+            return _inspect(tx, runs.get(tx, run_id), now=self._clock.now())
+
+    def approvals(self, run_id: str | None, *, pending: bool) -> list[dict[str, Any]]:
+        """Approvals of a run, or of all runs, oldest first; with `pending` only those that nobody has decided."""
+        with self._database.read() as tx:
+            if run_id is not None:
+                runs.get(tx, run_id)
+            return _approvals(tx, run_id, pending=pending, limit=-1)
+
+    def find_approval(self, name: str) -> str:
+        """The id of the approval that `name` means: an id or a prefix of exactly one."""
+        with self._database.read() as tx:
+            return _find(tx, "approvals", "approval_id", name, "approval", "`agentctl approvals list` shows them")
+
+    def find_effect(self, name: str) -> str:
+        """The id of the effect that `name` means: an id or a prefix of exactly one. Errors as for `find_run`."""
+        with self._database.read() as tx:
+            return _find(tx, "effects", "effect_id", name, "effect", "`agentctl effects list RUN` shows them")
+
+    def effects(self, run_id: str, task_id: str | None) -> dict[str, Any]:
+        """EffectList of a run, or of one of its tasks, in compiled order."""
+        with self._database.read() as tx:
+            run = runs.get(tx, run_id)
+            task_no = None if task_id is None else _task_no(tx, run, task_id)
+            found = [_effect_record(row, run_id) for row in _effect_rows(tx, run, task_no)]
+            wanted = {effect["request"]["id"] for effect in found}
+            said = [item for item in _reconciliations(tx, "run_id", run_id) if item["effectId"] in wanted]
+            return {"runId": run_id, "taskId": task_id, "effects": found, "reconciliations": said}
+
+    def uncertain_effects(self) -> dict[str, Any]:
+        """EffectList over all runs: what a person has to reconcile, oldest first."""
+        with self._database.read() as tx:
+            found = [
+                _effect_record(row[:-1], row[-1])
+                for row in tx.execute(
+                    f"SELECT {_EFFECT_COLUMNS}, e.run_id FROM effects e WHERE e.effect_no IN "  # noqa: S608
+                    f"(SELECT effect_no FROM effects WHERE {_UNRESOLVED}) ORDER BY e.effect_no"
+                )
+            ]
+            return {"runId": None, "taskId": None, "effects": found, "reconciliations": []}
+
+    def effect(self, effect_id: str) -> dict[str, Any]:
+        """EffectInspection: the effect, everything that was concluded about it, and which conclusion counts."""
+        with self._database.read() as tx:
+            row = tx.execute(
+                f"SELECT {_EFFECT_COLUMNS}, e.run_id FROM effects e WHERE e.effect_id = ?",  # noqa: S608
+                (effect_id,),
+            ).fetchone()
+            if row is None:
+                raise NotFoundError(f"there is no effect {effect_id} in this database")
+            said = _reconciliations(tx, "effect_id", effect_id)
+            return {
+                "effect": _effect_record(row[:-1], row[-1]),
+                "reconciliations": said,
+                "effectiveReconciliation": said[-1] if said else None,
+                "protocolCall": None,
+            }
+
+    def reconciliation(self, reconciliation_id: str) -> dict[str, Any]:
+        """EffectReconciliation: one conclusion."""
+        with self._database.read() as tx:
+            return _reconciliations(tx, "reconciliation_id", reconciliation_id)[0]
 
     def tasks(self, run_id: str, *, limit: int) -> tuple[list[dict[str, Any]], int]:
         """The first tasks of a run in compiled order, without outputs, and the number of all."""
@@ -345,10 +408,10 @@ def _status(tx: Connection, run: Run, *, now: int) -> dict[str, Any]:
         "running": _running_tasks(tx, run.run_id, limit=MAX_WAITING),
         "waiting": waiting,
         "waitingCount": waiting_count if run.ended_at is None else 0,
-        "pendingApprovals": [],
+        "pendingApprovals": _approvals(tx, run.run_id, pending=True, limit=MAX_WAITING),
         "uncertainEffects": effects,
         "uncertainEffectCount": effect_count,
-        "budget": _budget(tx, run.run_id),
+        "budget": _budget(tx, run.run_id, now),
     }
 
 
@@ -387,11 +450,17 @@ def _running_tasks(tx: Connection, run_id: str, *, limit: int) -> list[dict[str,
     ]
 
 
+_UNRESOLVED = (
+    "status = 'uncertain' AND superseded = 0 AND NOT EXISTS "
+    "(SELECT 1 FROM effect_reconciliations c WHERE c.effect_id = effects.effect_id)"
+)
+
+
 def _uncertain(tx: Connection, run_id: str) -> tuple[list[dict[str, Any]], int]:
     found = []
     for effect_id, task_id, attempt, ordinal, operation, started_at, error, version in tx.execute(
-        "SELECT effect_id, task_id, attempt, ordinal, operation, started_at, error_json, format_version "
-        "FROM effects WHERE run_id = ? AND status = 'uncertain' AND superseded = 0 ORDER BY effect_no LIMIT ?",
+        "SELECT effect_id, task_id, attempt, ordinal, operation, started_at, error_json, format_version "  # noqa: S608
+        f"FROM effects WHERE {_UNRESOLVED} AND run_id = ? ORDER BY effect_no LIMIT ?",
         (run_id, MAX_WAITING),
     ):
         _check_version(f"effect {effect_id}", version, EFFECT_FORMAT_VERSION, run_id)
@@ -408,15 +477,15 @@ def _uncertain(tx: Connection, run_id: str) -> tuple[list[dict[str, Any]], int]:
         )
     count = len(found)
     if count == MAX_WAITING:
-        sql = "SELECT COUNT(*) FROM effects WHERE run_id = ? AND status = 'uncertain' AND superseded = 0"
+        sql = f"SELECT COUNT(*) FROM effects WHERE {_UNRESOLVED} AND run_id = ?"  # noqa: S608
         count = _count(tx, sql, (run_id,))
     return found, count
 
 
-def _budget(tx: Connection, run_id: str) -> dict[str, Any]:
+def _budget(tx: Connection, run_id: str, now: int) -> dict[str, Any]:
     row = tx.execute("SELECT format_version FROM run_budgets WHERE run_id = ?", (run_id,)).fetchone()
     _check_version("the budget", None if row is None else row[0], BUDGET_FORMAT_VERSION, run_id)
-    return ledger.as_json(tx, run_id)
+    return ledger.as_json(tx, run_id, now=now)
 
 
 def _waiting(tx: Connection, run: Run, driver: dict[str, Any] | None, now: int) -> list[dict[str, Any]]:
@@ -439,12 +508,17 @@ def _waiting(tx: Connection, run: Run, driver: dict[str, Any] | None, now: int) 
             _span(run),
         )
     )
+    asked: dict[str, str] = {}
+    if any(row[2] == "waiting_for_approval" for row in rows):
+        sql = "SELECT task_id, approval_id FROM approvals WHERE run_id = ? AND status = 'pending'"
+        asked = dict(_rows(tx, sql, (run.run_id,)))
     unmet = _unmet(tx, run, [row[1] for row in rows if row[2] == "pending"])
     workers = _serving(tx, run.run_id) if any(row[2] == "ready" for row in rows) else (0, 0)
     found = []
     for task_no, task_id, state, attempt, retry_at, error in rows:
         if state == "waiting_for_approval":
-            why, detail = "approval", "a person has to approve its effect"
+            why = "approval"
+            detail = f"a person has to answer {asked[task_id]}" if task_id in asked else "its approval was rejected"
         elif state == "waiting_for_effect":
             why = "reconciliation"
             detail = _message(error) or "an effect is uncertain; a person has to reconcile it"
@@ -462,7 +536,7 @@ def _waiting(tx: Connection, run: Run, driver: dict[str, Any] | None, now: int) 
             why = "no_driver"
             detail = "no living process drives the run" if driver is not None else "nobody drives the run yet"
         elif state == "ready":
-            why, detail = _ready_reason(task_no in holds, *workers)
+            why, detail = _ready_reason(holds.get(task_no) == "budget", *workers)
         else:
             why, detail = "place", f"at most {run.max_concurrency} tasks of the run go on at once"
         found.append({"taskId": task_id, "why": why, "detail": detail})
@@ -543,13 +617,13 @@ def _message(error_json: str | None) -> str | None:
 # -- inspection ----------------------------------------------------------------------------------------------
 
 
-def _inspect(tx: Connection, run: Run) -> dict[str, Any]:
+def _inspect(tx: Connection, run: Run, *, now: int) -> dict[str, Any]:
     return {
         "run": _run_record(tx, run),
         "tasks": list(_task_records(tx, run)),
         "effects": [_effect_record(row, run.run_id) for row in _effect_rows(tx, run)],
-        "effectReconciliations": [],
-        "approvals": [],
+        "effectReconciliations": _reconciliations(tx, "run_id", run.run_id),
+        "approvals": _approvals(tx, run.run_id, pending=True, limit=-1),
         "checkpoints": [
             {
                 "runId": run.run_id,
@@ -565,9 +639,9 @@ def _inspect(tx: Connection, run: Run) -> dict[str, Any]:
         "streamEvents": [],
         "protocolSessions": [],
         "protocolCalls": [],
-        "toolCalls": [],
+        "toolCalls": _tool_calls(tx, run.run_id),
         "artifacts": [],
-        "budget": _budget(tx, run.run_id),
+        "budget": _budget(tx, run.run_id, now),
         "audit": _events(tx, run.run_id, after=0, limit=-1),
         "traces": [],
     }
@@ -744,21 +818,128 @@ def _events(tx: Connection, run_id: str, *, after: int, limit: int) -> list[dict
     return found
 
 
+def _task_no(tx: Connection, run: Run, task_id: str) -> int:
+    sql = "SELECT task_no FROM tasks WHERE run_id = ? AND task_id = ?"
+    known = tx.execute(sql, (run.run_id, task_id)).fetchone()
+    if known is None:
+        raise NotFoundError(
+            f"{run.run_id} has no task {task_id!r}",
+            remedy=f"`agentctl inspect {run.run_id}` shows its tasks",
+            run_id=run.run_id,
+        )
+    return int(known[0])
+
+
+def _find(tx: Connection, table: str, column: str, name: str, what: str, remedy: str) -> str:
+    if tx.execute(f"SELECT 1 FROM {table} WHERE {column} = ?", (name,)).fetchone() is not None:  # noqa: S608
+        return name
+    found = []
+    if len(name) >= 4:
+        sql = f"SELECT {column} FROM {table} WHERE {column} >= ? AND {column} < ? LIMIT 2"  # noqa: S608
+        found = _rows(tx, sql, (name, name + "\U0010ffff"))
+    if len(found) > 1:
+        raise UsageError(f"{name!r} is the beginning of several ids", remedy="give more of it")
+    if not found:
+        raise NotFoundError(f"there is no {what} {name} in this database", remedy=remedy)
+    return str(found[0][0])
+
+
+def _approvals(tx: Connection, run_id: str | None, *, pending: bool, limit: int) -> list[dict[str, Any]]:
+    conditions = (["status = 'pending'"] if pending else []) + ([] if run_id is None else ["run_id = ?"])
+    where = f"WHERE {' AND '.join(conditions)} " if conditions else ""
+    found = []
+    for row in tx.execute(
+        "SELECT approval_id, format_version, run_id, effect_id, task_id, agent, tool, capability, risk, "  # noqa: S608
+        "redacted_input_json, expected_json, reason, trace_id, requested_at, status, resolved_at, resolved_by, "
+        f"resolution_reason, action_digest FROM approvals {where}ORDER BY requested_at, approval_id LIMIT ?",
+        (*([] if run_id is None else [run_id]), limit),
+    ):
+        _check_version(f"approval {row[0]}", row[1], APPROVAL_FORMAT_VERSION, row[2])
+        found.append(
+            {
+                "approvalId": row[0],
+                "formatVersion": row[1],
+                "runId": row[2],
+                "effectId": row[3],
+                "taskId": row[4],
+                "agent": row[5],
+                "tool": row[6],
+                "capability": row[7],
+                "risk": row[8],
+                "redactedInput": _value(row[9]),
+                "expectedEffect": _value(row[10]),
+                "reason": row[11],
+                "traceId": row[12],
+                "requestedAt": row[13],
+                "status": row[14],
+                "resolvedAt": row[15],
+                "resolvedBy": row[16],
+                "resolutionReason": row[17],
+                "actionDigest": row[18],
+            }
+        )
+    return found
+
+
+def _reconciliations(tx: Connection, column: str, value: str) -> list[dict[str, Any]]:
+    """Conclusions with this run, effect or id, the one that counts last."""
+    found = []
+    for row in tx.execute(
+        "SELECT reconciliation_id, format_version, effect_id, run_id, status, actor, reason, "  # noqa: S608
+        "evidence_json, result_json, result_schema_json, authorization_json, compensation_effect_id, supersedes_id, "
+        f"trace_id, created_at FROM effect_reconciliations WHERE {column} = ? ORDER BY created_at, reconciliation_no",
+        (value,),
+    ):
+        _check_version(f"reconciliation {row[0]}", row[1], RECONCILIATION_FORMAT_VERSION, row[3])
+        found.append(
+            {
+                "reconciliationId": row[0],
+                "formatVersion": row[1],
+                "effectId": row[2],
+                "runId": row[3],
+                "status": row[4],
+                "actor": row[5],
+                "reason": row[6],
+                "evidence": _value(row[7]),
+                "result": _value(row[8]),
+                "resultSchema": _value(row[9]),
+                "authorization": _value(row[10]),
+                "compensationEffectId": row[11],
+                "supersedesId": row[12],
+                "traceId": row[13],
+                "createdAt": row[14],
+            }
+        )
+    return found
+
+
+def _tool_calls(tx: Connection, run_id: str) -> list[dict[str, Any]]:
+    return [
+        {
+            "runId": run_id,
+            "effectId": row[0],
+            "callId": row[1],
+            "taskId": row[2],
+            "toolId": row[3],
+            "inputDigest": row[4],
+            "outputDigest": row[5],
+            "status": row[6],
+            "createdAt": row[7],
+            "completedAt": row[8],
+        }
+        for row in tx.execute(
+            "SELECT effect_id, call_id, task_id, tool_id, input_digest, output_digest, status, created_at, "
+            "completed_at FROM tool_calls WHERE run_id = ? ORDER BY created_at, effect_id, call_id",
+            (run_id,),
+        )
+    ]
+
+
 # -- logs and workers ----------------------------------------------------------------------------------------
 
 
 def _logs(tx: Connection, run: Run, task_id: str | None) -> Iterator[dict[str, Any]]:
-    task_no = None
-    if task_id is not None:
-        sql = "SELECT task_no FROM tasks WHERE run_id = ? AND task_id = ?"
-        known = tx.execute(sql, (run.run_id, task_id)).fetchone()
-        if known is None:
-            raise NotFoundError(
-                f"{run.run_id} has no task {task_id!r}",
-                remedy=f"`agentctl inspect {run.run_id}` shows its tasks",
-                run_id=run.run_id,
-            )
-        task_no = int(known[0])
+    task_no = None if task_id is None else _task_no(tx, run, task_id)
     for row in _effect_rows(tx, run, task_no):
         _check_version(f"effect {row[0]}", row[1], EFFECT_FORMAT_VERSION, run.run_id)
         if row[6] != "process_execution":
@@ -798,8 +979,7 @@ def _workers(tx: Connection) -> list[dict[str, Any]]:
     claims = {
         row[0]: row[1:]
         for row in tx.execute(
-            "SELECT holder, run_id, task_id, number, delivery, lease_expires_at FROM attempts "
-            "WHERE queue = 'claimed'"
+            "SELECT holder, run_id, task_id, number, delivery, lease_expires_at FROM attempts WHERE queue = 'claimed'"
         )
     }
     alive: list[dict[str, Any]] = []

@@ -13,13 +13,16 @@ from dataclasses import dataclass
 from typing import Any
 
 from agentctl.store import policy as policies
+from agentctl.store.approvals import redacted
 from agentctl.store.canonical import canonical, effect_id, hex_digest, loads
 from agentctl.store.clock import Clock
 from agentctl.store.engine import Store
 from agentctl.store.errors import ConflictError, LeaseLost, TaskFault
 from agentctl.store.faults import Faults
 from agentctl.store.records import (
+    ApprovalAsk,
     AttemptEnd,
+    AttemptHeld,
     Claim,
     EffectEnd,
     EffectRequest,
@@ -40,11 +43,15 @@ KNOWN_RUNS = 16
 
 @dataclass(frozen=True, slots=True)
 class Ending:
-    """How a delivery ends: `attempt` is to be finished, or with `release` to be given back for that reason."""
+    """How a delivery ends: `attempt` is to be finished, or with `release` to be given back for that reason.
+
+    `held`: it is over already; the attempt waits for a person or for budget.
+    """
 
     attempt: AttemptEnd | None
     effect: EffectEnd | None = None
     release: str | None = None
+    held: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,6 +61,7 @@ class _RunSettings:
     show_diff: bool
     base_path: str
     workspace: str
+    interactive: bool
 
 
 class AttemptRunner:
@@ -75,13 +83,15 @@ class AttemptRunner:
                 return Ending(AttemptEnd("succeeded", result_json=canonical(plan.output)))
             settings = self._settings(claim.run_id)
             decision = policies.decide_effect(
-                settings.policy, policy_name=plan.policy_name, effect_class=plan.effect_class, risk=plan.risk
+                settings.policy,
+                policy_name=plan.policy_name,
+                effect_class=plan.effect_class,
+                risk=plan.risk,
+                interactive=settings.interactive,
             )
             if decision.denied:
                 raise TaskFault("policy_denied", decision.reason)
-            if not decision.allowed:
-                raise TaskFault("approval_required", f"{decision.reason}; approvals are not supported yet")
-            return self._perform(claim, plan)
+            return self._perform(claim, plan, decision.reason if decision.needs_approval else None)
         except LeaseLost:
             raise
         except TaskFault as fault:
@@ -120,14 +130,24 @@ class AttemptRunner:
             data = loads(text)
             policy = policies.Policy.from_json(data["policy"])
             workspace = os.path.realpath(os.path.join(base_path, policy.workspace_root))
-            settings = _RunSettings(data["actions"], policy, bool(data["showDiff"]), base_path, workspace)
+            settings = _RunSettings(
+                data["actions"],
+                policy,
+                bool(data["showDiff"]),
+                base_path,
+                workspace,
+                bool(data.get("interactive", False)),
+            )
             self._known[run_id] = settings
             if len(self._known) > KNOWN_RUNS:
                 self._known.popitem(last=False)
         return settings
 
-    def _perform(self, claim: Claim, plan: EffectPlan) -> Ending:
-        """Start the effect, durably, and dispatch it unless it has ended before or must not start."""
+    def _perform(self, claim: Claim, plan: EffectPlan, why_approval: str | None) -> Ending:
+        """Start the effect, durably, and dispatch it unless it has ended before or must not start.
+
+        With `why_approval` a person has to approve it; the store knows whether one has.
+        """
         input_json = canonical(plan.input)
         digest = hex_digest(input_json)
         request = EffectRequest(
@@ -141,6 +161,7 @@ class AttemptRunner:
             input_json,
             canonical(plan.expected_effect),
             plan.estimate,
+            None if why_approval is None else _ask(plan, why_approval),
         )
         self._faults.reach("before_effect_start")
         before = self._clock.monotonic()
@@ -148,8 +169,10 @@ class AttemptRunner:
         self._faults.reach("after_effect_start")
         if isinstance(answer, RecordedEffect):
             return _recorded(request, answer)
+        if isinstance(answer, AttemptHeld):
+            return Ending(None, held=True)
         if isinstance(answer, StartRefused):
-            return _refused(answer)
+            return _refused(answer, claim)
         if self._clock.monotonic() - before > self._timing.lease:
             # Held up for longer than the lease: somebody may think that we are dead, so nothing is sent.
             return Ending(None, EffectEnd(request.effect_id, "requested", dispatch=answer.dispatch), "held_up")
@@ -196,6 +219,8 @@ class AttemptRunner:
 
 def _recorded(request: EffectRequest, answer: RecordedEffect) -> Ending:
     """An earlier delivery has confirmed this effect: its result is used, nothing is dispatched."""
+    if answer.reconciled:
+        return Ending(AttemptEnd("succeeded", result_json=answer.result_json, result_effect=request.effect_id))
     if answer.status == "succeeded":
         return Ending(AttemptEnd("succeeded", result_effect=request.effect_id))
     outcome = "uncertain" if answer.status == "uncertain" else "failed"
@@ -205,11 +230,20 @@ def _recorded(request: EffectRequest, answer: RecordedEffect) -> Ending:
 _CANCELLED = '{"code":"effect_cancelled","message":"the effect was cancelled","retryable":false}'
 
 
-def _refused(answer: StartRefused) -> Ending:
+def _ask(plan: EffectPlan, why: str) -> ApprovalAsk:
+    return ApprovalAsk(why, plan.operation, plan.policy_name, canonical(redacted(plan.input)))
+
+
+def _refused(answer: StartRefused, claim: Claim) -> Ending:
     if answer.reason == "paused":
         return Ending(None, release="paused")
     if answer.reason == "budget":
-        fault = TaskFault("budget_exceeded", "the budget of the run does not allow this effect", details=answer.detail)
+        found = answer.detail
+        message = (
+            f"the budget of {claim.run_id} does not allow {claim.task_id}: "
+            f"{found['dimension']} would be {found['attempted']}, the limit is {found['limit']}"
+        )
+        fault = TaskFault("budget_exceeded", message, details=found)
         return Ending(AttemptEnd("failed", error_json=canonical(fault.as_json())))
     fault = TaskFault(answer.reason, f"not started: {answer.reason.replace('_', ' ')}")
     return Ending(AttemptEnd("cancelled", error_json=canonical(fault.as_json())))

@@ -189,6 +189,8 @@ class Worker:
         return following
 
     def _finish(self, claim: Claim, ending: Ending) -> Claim | None:
+        if ending.held:
+            return None
         if ending.attempt is None:
             self._store.release(claim, effect=ending.effect, reason=ending.release or "released")
             return None

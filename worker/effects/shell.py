@@ -16,8 +16,8 @@ Choices that the contract leaves open:
   `output_not_json`, not retried.
 - **Failures**: a non-zero exit is `process_exit` and retryable; so is an overflow (contract row 9: a
   definitive failure). A process that a signal ended has exit code null and the signal's name.
-- **Timeout**: the action's `timeoutSeconds`, else that of the attempt. Timeout and cancel after the start:
-  uncertain.
+- **Timeout**: the smaller of the action's `timeoutSeconds` and that of the attempt. Timeout and cancel after
+  the start: uncertain.
 """
 
 from __future__ import annotations
@@ -92,7 +92,7 @@ def prepare_shell(work: Work) -> EffectPlan:
         "stderrLimitBytes": action.get("stderrLimitBytes") or DEFAULT_STREAM_LIMIT,
         "combinedOutputLimitBytes": action.get("combinedOutputLimitBytes") or DEFAULT_COMBINED_LIMIT,
     }
-    timeout = action.get("timeoutSeconds") or work.timeout_seconds
+    timeout = min(action.get("timeoutSeconds") or work.timeout_seconds, work.timeout_seconds)
     effect_input: dict[str, Any] = {
         "command": command,
         "args": arguments,

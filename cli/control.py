@@ -1,0 +1,238 @@
+"""Verbs by which a person decides: approvals, and what became of uncertain effects (contract 4.7, 5.5)."""
+
+from __future__ import annotations
+
+import json
+from contextlib import closing
+from typing import Any
+
+import click
+from agentctl.store.errors import UsageError
+
+from .documents import read_json_file
+from .main import Settings, VerbGroup, pass_settings
+from .render import Printer, clean, when
+from .run import ACTOR, open_store, views_of, warn_undriven
+
+SHOWN_INPUT = 2000
+
+_actor_option = click.option("--actor", default=ACTOR, metavar="NAME", help="Who decides; kept in the audit trail.")
+
+
+# -- approvals ---------------------------------------------------------------------------------------------------
+
+
+@click.group(cls=VerbGroup)
+def approvals() -> None:
+    """List and decide what waits for a person."""
+
+
+@approvals.command("list")
+@click.argument("run_name", metavar="RUN", required=False)
+@click.option("--all", "everything", is_flag=True, help="Decided ones, too.")
+@pass_settings
+def approvals_list(settings: Settings, run_name: str | None, everything: bool) -> None:
+    """Approvals that nobody has answered yet, of one run or of all."""
+    with closing(open_store(settings)) as store:
+        views = views_of(store)
+        run_id = None if run_name is None else views.find_run(run_name)
+        found = views.approvals(run_id, pending=not everything)
+
+    def human(out: Printer) -> None:
+        for asked in found:
+            state = asked["status"]
+            decided = f" by {clean(asked['resolvedBy'])} {when(asked['resolvedAt'])}" if asked["resolvedAt"] else ""
+            out.line(f"{out.bold(asked['approvalId'])} {state}{decided}")
+            out.line(f"  run {asked['runId']}, task {clean(asked['taskId'])}, since {when(asked['requestedAt'])}")
+            out.line(
+                f"  {clean(asked['tool'])} ({asked['capability']}, risk {asked['risk']}): {clean(asked['reason'])}"
+            )
+            for name in ("redactedInput", "expectedEffect"):
+                text = json.dumps(asked[name], ensure_ascii=False)
+                out.line(f"  {'input' if name == 'redactedInput' else 'would do'}: {clean(text[:SHOWN_INPUT])}")
+        if not found:
+            out.line("nothing waits for an approval")
+
+    Printer(settings).result("ApprovalList", {"runId": run_id, "approvals": found}, human)
+
+
+@approvals.command("approve")
+@click.argument("name", metavar="ID")
+@_actor_option
+@click.option("--reason", default="", metavar="TEXT", help="Why; kept in the audit trail.")
+@pass_settings
+def approvals_approve(settings: Settings, name: str, actor: str, reason: str) -> None:
+    """Approve: the action is carried out, once. A live coordinator goes on by itself; else `resume` does.
+
+    Exit 5 when somebody has decided before.
+    """
+    _resolve(settings, name, approve=True, actor=actor, reason=reason)
+
+
+@approvals.command("reject")
+@click.argument("name", metavar="ID")
+@_actor_option
+@click.option("--reason", default="", metavar="TEXT", help="Why; kept in the audit trail.")
+@pass_settings
+def approvals_reject(settings: Settings, name: str, actor: str, reason: str) -> None:
+    """Reject: the action is never carried out, and its task fails. Exit 5 when somebody has decided before."""
+    _resolve(settings, name, approve=False, actor=actor, reason=reason)
+
+
+def _resolve(settings: Settings, name: str, *, approve: bool, actor: str, reason: str) -> None:
+    if not actor.strip():
+        raise UsageError("--actor must not be empty")
+    with closing(open_store(settings)) as store:
+        approval_id = views_of(store).find_approval(name)
+        run_id = store.resolve_approval(approval_id, approve=approve, actor=actor, reason=reason)
+        diagnostics = warn_undriven(settings, store, run_id)
+    status = "approved" if approve else "rejected"
+    data = {"approvalId": approval_id, "status": status, "runId": run_id}
+    Printer(settings).result(
+        "ApprovalResolution", data, lambda out: out.line(f"{approval_id} of {run_id} is {status}"), diagnostics
+    )
+
+
+# -- effects -----------------------------------------------------------------------------------------------------
+
+
+@click.group(cls=VerbGroup)
+def effects() -> None:
+    """Show effects; reconcile uncertain ones."""
+
+
+@effects.command("list")
+@click.argument("run_name", metavar="RUN", required=False)
+@click.option("--task", "task_id", metavar="TASK", help="Only those of one task.")
+@click.option("--uncertain", is_flag=True, help="Those of all runs that somebody has to reconcile.")
+@pass_settings
+def effects_list(settings: Settings, run_name: str | None, task_id: str | None, uncertain: bool) -> None:
+    """The effects of a run in compiled order, or all uncertain ones."""
+    if uncertain == (run_name is not None):
+        raise UsageError("give a RUN or --uncertain, not both", remedy="`agentctl effects list --uncertain`")
+    if uncertain and task_id is not None:
+        raise UsageError("--task belongs to a RUN")
+    with closing(open_store(settings)) as store:
+        views = views_of(store)
+        data = views.uncertain_effects() if run_name is None else views.effects(views.find_run(run_name), task_id)
+
+    def human(out: Printer) -> None:
+        rows = []
+        for effect in data["effects"]:
+            request = effect["request"]
+            started = None if effect["startedAt"] is None else when(effect["startedAt"])
+            cells = (request["id"][:12], effect["status"], request["taskId"], request["attempt"])
+            rows.append((*cells, request["operation"], effect["attemptNumber"], started, request["runId"]))
+        heads = ("EFFECT", "STATUS", "TASK", "ATTEMPT", "OPERATION", "SENT", "STARTED", "RUN")
+        out.table(heads, rows, states=1)
+
+    Printer(settings).result("EffectList", data, human)
+
+
+@effects.command("inspect")
+@click.argument("name", metavar="EFFECT")
+@pass_settings
+def effects_inspect(settings: Settings, name: str) -> None:
+    """Everything that is recorded about one effect. EFFECT is an id or the beginning of one."""
+    with closing(open_store(settings)) as store:
+        views = views_of(store)
+        data = views.effect(views.find_effect(name))
+
+    def human(out: Printer) -> None:
+        effect = data["effect"]
+        request = effect["request"]
+        out.line(f"{out.bold(request['id'])} {out.state(effect['status'])}")
+        out.line(f"  run {request['runId']}, task {clean(request['taskId'])}, attempt {request['attempt']}")
+        out.line(
+            f"  {request['operation']} ({request['effectClass']}, risk {request['risk']}, {request['idempotency']}), "
+            f"sent {effect['attemptNumber']} times"
+        )
+        for word in ("requestedAt", "startedAt", "completedAt"):
+            if effect[word] is not None:
+                out.line(f"  {word[:-2]} {when(effect[word])}")
+        for label, value in (
+            ("input", request["input"]),
+            ("expected", request["expectedEffect"]),
+            ("result", effect["result"]),
+            ("error", effect["error"]),
+            ("notes", effect["notes"]),
+        ):
+            if value is not None:
+                out.line(f"  {label}: {clean(json.dumps(value, ensure_ascii=False)[:SHOWN_INPUT])}")
+        for said in data["reconciliations"]:
+            out.line(
+                f"  {said['status']} says {clean(said['actor'])} {when(said['createdAt'])}: {clean(said['reason'])}"
+            )
+
+    Printer(settings).result("EffectInspection", data, human)
+
+
+@effects.command("reconcile")
+@click.argument("name", metavar="EFFECT")
+@click.option(
+    "--status",
+    required=True,
+    type=click.Choice(("applied", "not-applied", "compensated")),
+    help="It happened; it did not; it happened and was undone.",
+)
+@_actor_option
+@click.option("--reason", required=True, metavar="TEXT", help="How you know; kept for ever.")
+@click.option("--evidence-file", metavar="FILE", help="JSON that proves it; without it your reason is the evidence.")
+@click.option("--result-file", metavar="FILE", help="JSON result with which the task goes on (applied).")
+@click.option("--result-schema-file", metavar="FILE", help="JSON Schema that the result has to fit.")
+@click.option("--compensation-effect", metavar="EFFECT", help="The effect that has undone it (compensated).")
+@click.option("--approved", is_flag=True, help="You may approve such an action, and do.")
+@pass_settings
+def effects_reconcile(
+    settings: Settings,
+    name: str,
+    status: str,
+    actor: str,
+    reason: str,
+    evidence_file: str | None,
+    result_file: str | None,
+    result_schema_file: str | None,
+    compensation_effect: str | None,
+    approved: bool,
+) -> None:
+    """Say what became of an uncertain effect. It is appended, never changed, and the run goes on with it.
+
+    applied: the task has the given result. not-applied: a fresh attempt follows. Exit 3 when the policy wants
+    --approved, 5 when the effect is still in flight or something else was said before.
+    """
+    from agentctl.coordinator.reconciliation import Conclusion, reconcile
+    from agentctl.store.clock import SystemIds
+
+    from .pool import rescue_the_dead
+
+    evidence = None if evidence_file is None else read_json_file(evidence_file, "--evidence-file")
+    if evidence_file is not None and evidence is None:
+        raise UsageError("--evidence-file: null is no evidence")
+    result = None if result_file is None else read_json_file(result_file, "--result-file")
+    schema = None if result_schema_file is None else read_json_file(result_schema_file, "--result-schema-file")
+    if schema is not None and not isinstance(schema, dict | bool):
+        raise UsageError("--result-schema-file: not a JSON Schema")
+    with closing(open_store(settings)) as store:
+        views = views_of(store)
+        effect_id = views.find_effect(name)
+        inverse = None if compensation_effect is None else views.find_effect(compensation_effect)
+        rescue_the_dead(settings.database)
+        conclusion = Conclusion(
+            status.replace("-", "_"),
+            actor,
+            reason,
+            evidence,
+            result_file is not None,
+            result,
+            schema,
+            inverse,
+            approved,
+        )
+        made, run_id = reconcile(store, views.effect(effect_id)["effect"], conclusion, SystemIds(store.clock))
+        data: dict[str, Any] = views.reconciliation(made)
+        diagnostics = warn_undriven(settings, store, run_id)
+
+    def human(out: Printer) -> None:
+        out.line(f"effect {effect_id[:12]} of {run_id} is reconciled: {status}")
+
+    Printer(settings).result("EffectReconciliation", data, human, diagnostics)

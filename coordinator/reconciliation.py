@@ -1,0 +1,135 @@
+"""Before a conclusion about an effect is recorded: policy, result and schema (contract 5.5).
+
+The policy is that of the run which made the effect, as it was stored; the document may have changed since.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from agentctl.store.canonical import canonical, loads
+from agentctl.store.clock import IdSource
+from agentctl.store.engine import Store
+from agentctl.store.errors import PolicyError, UsageError
+from agentctl.store.policy import Policy, decide_effect
+from agentctl.store.records import NewReconciliation
+
+CAPABILITY = "effect_reconciliation"
+
+
+@dataclass(frozen=True, slots=True)
+class Conclusion:
+    """What a person says about an effect. `None` for `evidence` means: nothing but the reason.
+
+    `status` is `applied`, `not_applied` or `compensated`; `result` counts only if `has_result` (it may be null).
+    """
+
+    status: str
+    actor: str
+    reason: str
+    evidence: Any = None
+    has_result: bool = False
+    result: Any = None
+    result_schema: dict[str, Any] | bool | None = None
+    compensation_effect_id: str | None = None
+    approved: bool = False
+
+
+def reconcile(store: Store, effect: dict[str, Any], conclusion: Conclusion, ids: IdSource) -> tuple[str, str]:
+    """Check and append a conclusion about an effect (its record, contract 5.2); (reconciliation id, run id).
+
+    Raises `UsageError` for what is missing or does not fit its schema, `PolicyError` for what the policy forbids or
+    wants approved, and what `reconciliations.reconcile` raises. One durable transaction, after all checks.
+    """
+    request = effect["request"]
+    _check_words(conclusion)
+    _check_result(conclusion, request["operation"])
+    authorization = _authorize(store, request, conclusion)
+    evidence = conclusion.evidence
+    if evidence is None:
+        evidence = {"kind": "operator_statement", "statement": conclusion.reason}
+    new = NewReconciliation(
+        reconciliation_id=ids.new_id("reconciliation"),
+        effect_id=request["id"],
+        status=conclusion.status,
+        actor=conclusion.actor,
+        reason=conclusion.reason,
+        evidence_json=canonical(evidence),
+        authorization_json=canonical(authorization),
+        result_json=canonical(conclusion.result) if conclusion.has_result else None,
+        result_schema_json=None if conclusion.result_schema is None else canonical(conclusion.result_schema),
+        compensation_effect_id=conclusion.compensation_effect_id,
+    )
+    return new.reconciliation_id, store.reconcile(new)
+
+
+def _check_words(conclusion: Conclusion) -> None:
+    if not conclusion.actor.strip() or not conclusion.reason.strip():
+        raise UsageError("a reconciliation needs an actor and a reason", remedy="give --actor and --reason")
+    if conclusion.status == "applied" and not conclusion.has_result:
+        raise UsageError(
+            "an effect that was applied needs its result: the task goes on with it", remedy="give --result-file FILE"
+        )
+    if conclusion.status != "applied" and (conclusion.has_result or conclusion.result_schema is not None):
+        raise UsageError(f"an effect that was {conclusion.status} has no result", remedy="leave out --result-file")
+    if (conclusion.status == "compensated") != (conclusion.compensation_effect_id is not None):
+        raise UsageError(
+            "the effect that has undone it belongs to --status compensated, and only to it",
+            remedy="give --compensation-effect ID together with --status compensated",
+        )
+
+
+def _check_result(conclusion: Conclusion, operation: str) -> None:
+    if conclusion.has_result and operation.startswith("builtin.") and not isinstance(conclusion.result, dict):
+        raise UsageError(
+            f"the result of {operation} is a JSON object (contract 4.6), this one is not",
+            remedy="`agentctl effects inspect EFFECT` of an effect that succeeded shows the form",
+        )
+    schema = conclusion.result_schema
+    if schema is None:
+        return
+    import jsonschema_rs
+
+    def refuse(uri: str) -> Any:
+        raise ValueError(f"{uri} is outside this schema")
+
+    try:
+        validator = jsonschema_rs.Draft202012Validator(schema, retriever=refuse)
+    except (ValueError, jsonschema_rs.ValidationError, jsonschema_rs.ReferencingError) as error:
+        first = str(error).split("\n", 1)[0]
+        raise UsageError(f"the result's schema is no JSON Schema (Draft 2020-12): {first}") from None
+    for found in validator.iter_errors(conclusion.result):
+        where = "/".join(str(part) for part in found.instance_path)
+        raise UsageError(f"the result does not fit its schema: {found.message} (at /{where})")
+
+
+def _authorize(store: Store, request: dict[str, Any], conclusion: Conclusion) -> dict[str, Any]:
+    """The decision of the source run's policy, as it is recorded."""
+    settings, _ = store.run_settings(request["runId"])
+    decision = decide_effect(
+        Policy.from_json(loads(settings)["policy"]),
+        policy_name=request["operation"],
+        effect_class=request["effectClass"],
+        risk=request["risk"],
+        provider=request["operation"] if request["effectClass"] == "model" else None,
+        interactive=True,
+    )
+    if decision.denied:
+        raise PolicyError(
+            f"the policy of {request['runId']} denies {CAPABILITY} of {request['operation']}: {decision.reason}",
+            run_id=request["runId"],
+        )
+    if decision.needs_approval:
+        if not conclusion.approved:
+            raise PolicyError(
+                f"{CAPABILITY} of {request['operation']} needs an approval: {decision.reason}",
+                remedy="repeat the command with --approved if you are the one who may approve it",
+                run_id=request["runId"],
+            )
+        return {
+            "kind": "explicit_operator_approval",
+            "actor": conclusion.actor,
+            "reason": conclusion.reason,
+        }
+    return {"kind": "policy_allow", "reason": decision.reason, "explicitApproval": conclusion.approved}

@@ -1,0 +1,201 @@
+"""Reconciliations: what a person found out about an effect afterwards (contract 5.5). Transactions are the caller's.
+
+They are appended and never changed, and neither is the row of the effect. The latest one counts. What it means for the
+task that waits is done in the same transaction: a recorded result, or a fresh attempt.
+"""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from . import audit, ledger, process_identity, processes, runs
+from .canonical import canonical
+from .database import Connection
+from .errors import ConflictError, IncompatibleVersion, NotFoundError
+from .process_identity import Liveness, ProcessIdentity
+from .records import EFFECT_FORMAT_VERSION, RECONCILIATION_FORMAT_VERSION, Event, NewReconciliation, Run
+
+FOLLOWS = {"applied": ("applied", "compensated"), "not_applied": ("not_applied",), "compensated": ("compensated",)}
+"""Which conclusion may supersede which; everything else contradicts the one before."""
+
+
+def latest(tx: Connection, effect_id: str) -> tuple[str, str, str | None] | None:
+    """(id, status, result_json) of the conclusion that counts, or None. Raises `IncompatibleVersion`."""
+    row = tx.execute(
+        "SELECT reconciliation_id, status, result_json, format_version FROM effect_reconciliations "
+        "WHERE effect_id = ? ORDER BY created_at DESC, reconciliation_no DESC LIMIT 1",
+        (effect_id,),
+    ).fetchone()
+    if row is None:
+        return None
+    if row[3] > RECONCILIATION_FORMAT_VERSION:
+        raise IncompatibleVersion(f"reconciliation {row[0]} has format {row[3]}; upgrade agentctl")
+    return row[0], row[1], row[2]
+
+
+def reconcile(tx: Connection, new: NewReconciliation, *, now: int) -> tuple[str, str | None]:
+    """Append a conclusion and let the waiting task go on with it; (run id, its driver).
+
+    Raises `NotFoundError`; `ConflictError` for an effect that is in flight, whose holder may still be carrying it out,
+    or about which something else was concluded before.
+    """
+    row = tx.execute(
+        "SELECT run_id, task_id, attempt_id, status, confirmed, dispatches, notes_json, format_version, superseded "
+        "FROM effects WHERE effect_id = ?",
+        (new.effect_id,),
+    ).fetchone()
+    if row is None:
+        raise NotFoundError(
+            f"there is no effect {new.effect_id} in this database", remedy="`agentctl effects list --uncertain`"
+        )
+    run_id, task_id, attempt_id, status, confirmed, dispatches, notes, version, superseded = row
+    if version > EFFECT_FORMAT_VERSION:
+        raise IncompatibleVersion(f"effect {new.effect_id} has format {version}; upgrade agentctl", run_id=run_id)
+    run = runs.get(tx, run_id)
+    before = latest(tx, new.effect_id)
+    _check_move(new, before, status, bool(confirmed), run_id)
+    if new.status == "not_applied":
+        _check_holder(tx, notes, run_id)
+    if new.compensation_effect_id is not None:
+        _check_compensation(tx, new, run_id)
+    tx.execute(
+        "INSERT INTO effect_reconciliations (reconciliation_id, format_version, effect_id, run_id, status, actor, "
+        "reason, evidence_json, result_json, result_schema_json, authorization_json, compensation_effect_id, "
+        "supersedes_id, trace_id, created_at) VALUES (?,?,?,?,?,?,?,?,?,?,?,?,?,?,?)",
+        (
+            new.reconciliation_id,
+            RECONCILIATION_FORMAT_VERSION,
+            new.effect_id,
+            run_id,
+            new.status,
+            new.actor,
+            new.reason,
+            new.evidence_json,
+            new.result_json,
+            new.result_schema_json,
+            new.authorization_json,
+            new.compensation_effect_id,
+            None if before is None else before[0],
+            run.trace_id,
+            now,
+        ),
+    )
+    payload = {
+        "effectId": new.effect_id,
+        "reconciliationId": new.reconciliation_id,
+        "status": new.status,
+        "supersedes": None if before is None else before[0],
+    }
+    events = [Event("effect.reconciled", task_id, canonical(payload))]
+    state: dict[str, Any] = {"reconciliations": {new.effect_id: new.status}}
+    if new.status == "applied":
+        ledger.charge_lost(tx, run_id, task_id, new.effect_id, dispatches, events, now=now)
+    elif new.status == "not_applied":
+        ledger.release(tx, run_id, task_id, new.effect_id, dispatches, events)
+    if run.ended_at is None and not superseded:
+        _let_task_go_on(tx, run, new, attempt_id, events, state, now)
+        if runs.go_on(tx, run, events, now=now):
+            state["state"] = "running"
+    driver = audit.append(tx, run_id, events, actor=new.actor, now=now)
+    audit.append_checkpoint(tx, run_id, canonical(state), now=now)
+    return run_id, driver
+
+
+def _check_move(
+    new: NewReconciliation, before: tuple[str, str, str | None] | None, status: str, confirmed: bool, run_id: str
+) -> None:
+    if status == "started":
+        raise ConflictError(
+            f"effect {new.effect_id[:12]} is in flight: the worker that started it holds it still",
+            remedy="wait for its end, or cancel the run",
+            run_id=run_id,
+        )
+    if before is not None:
+        if new.status not in FOLLOWS[before[1]]:
+            raise ConflictError(
+                f"effect {new.effect_id[:12]} was reconciled as {before[1]} before; {new.status} contradicts that",
+                remedy=f"`agentctl effects inspect {new.effect_id[:12]}` shows who concluded what",
+                run_id=run_id,
+            )
+        return
+    if new.status == "compensated":
+        allowed, wanted = confirmed, "a confirmed effect, or one that was reconciled as applied"
+    else:
+        allowed, wanted = status == "uncertain", "an uncertain effect"
+    if not allowed:
+        raise ConflictError(
+            f"effect {new.effect_id[:12]} is {status}; {new.status} can be said of {wanted} only", run_id=run_id
+        )
+
+
+def _check_holder(tx: Connection, notes: str | None, run_id: str) -> None:
+    """Nothing is repeated beside a process that may still be doing it (architecture 4)."""
+    holder = (json.loads(notes) if notes else {}).get("holderMayLive")
+    if holder is None:
+        return
+    row = processes.get(tx, holder)
+    if row is None or process_identity.liveness(ProcessIdentity.from_text(row.identity)) is Liveness.DEAD:
+        return
+    raise ConflictError(
+        f"{row.kind} {row.name} (pid {row.pid}) could not be ended and may still be carrying it out",
+        remedy="end that process first",
+        run_id=run_id,
+    )
+
+
+def _check_compensation(tx: Connection, new: NewReconciliation, run_id: str) -> None:
+    inverse = new.compensation_effect_id or ""
+    row = tx.execute(
+        "SELECT e.run_id, e.confirmed, r.mode, r.source_run_id FROM effects e JOIN runs r USING (run_id) "
+        "WHERE e.effect_id = ?",
+        (inverse,),
+    ).fetchone()
+    if row is None:
+        raise NotFoundError(f"there is no effect {inverse} in this database", run_id=run_id)
+    if inverse == new.effect_id:
+        raise ConflictError("an effect does not compensate itself", run_id=run_id)
+    if row[0] != run_id and not (row[2] == "compensation" and row[3] == run_id):
+        raise ConflictError(
+            f"effect {inverse[:12]} belongs neither to {run_id} nor to a compensation run of it", run_id=run_id
+        )
+    said = latest(tx, inverse)
+    if not row[1] and (said is None or said[1] != "applied"):
+        raise ConflictError(f"effect {inverse[:12]} is not known to have happened", run_id=run_id)
+
+
+def _let_task_go_on(
+    tx: Connection,
+    run: Run,
+    new: NewReconciliation,
+    attempt_id: int,
+    events: list[Event],
+    state: dict[str, Any],
+    now: int,
+) -> None:
+    """What the conclusion means for the attempt that ended uncertain through this effect, if it still waits."""
+    if new.status == "applied":
+        tx.execute(
+            "UPDATE attempts SET state = 'finished', queue = 'finished', outcome = 'succeeded', result_json = ?, "
+            "error_json = NULL WHERE attempt_id = ? AND state IN ('waiting', 'finished') AND outcome = 'uncertain' "
+            "AND result_effect = ?",
+            (new.result_json, attempt_id, new.effect_id),
+        )
+        return
+    # Not applied, or undone: a fresh attempt, whatever the retry policy says (contract 4.9).
+    row = tx.execute(
+        "UPDATE attempts SET state = 'closed', queue = NULL, live_task = NULL WHERE attempt_id = ? "
+        "AND state IN ('waiting', 'finished') AND result_effect = ? RETURNING task_no, task_id, number",
+        (attempt_id, new.effect_id),
+    ).fetchone()
+    if row is None:
+        return
+    task_no, task_id, number = row
+    tx.execute(
+        "UPDATE tasks SET state = 'retry_scheduled', retry_at = ?, updated_at = ? WHERE task_no = ? "
+        "AND ended_at IS NULL",
+        (now, now, task_no),
+    )
+    payload = {"attempt": number, "reason": "reconciled", "to": "retry_scheduled"}
+    events.append(Event("task.transition", task_id, canonical(payload)))
+    state["tasks"] = [[task_no - run.first_task, "retry_scheduled", number, None, "reconciled"]]
