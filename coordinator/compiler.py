@@ -384,7 +384,8 @@ class _Compiler:
         default = self.spec.runtime.default_timeout_seconds
         limit = action.timeout_seconds if action.kind in PROCESS_KINDS else None
         # The task's own limit holds for every kind (contract table, row 10); a process has the smaller of both.
-        source.timeout_seconds = task.timeout_seconds or limit or default
+        given = [seconds for seconds in (task.timeout_seconds, limit) if seconds is not None]
+        source.timeout_seconds = min(given) if given else default
         references |= self.action_defaults(source, ids)
         self.check_action_features(name)
         self.check_input(source, facts)

@@ -71,15 +71,21 @@ def test_a_refusal_holds_nothing_and_names_the_dimension(store: Store) -> None:
     first, second, third = begin(store, {"turns": 5, "toolCalls": 10})
     assert start(store, first, {"turns": 1, "toolCalls": 6})[1] == StartedEffect(1)
     request, answer = start(store, second, {"turns": 1, "toolCalls": 6})
-    assert answer == StartRefused("budget", {"dimension": "toolCalls", "limit": 10, "attempted": 12, "wait": True}) or (
-        isinstance(answer, StartRefused) and answer.detail["dimension"] == "toolCalls" and answer.detail["wait"]
-    )
+    # It fits beside what is used, so it waits for others, and costs no worker.
+    assert answer == AttemptHeld("budget")
+    held = attempt(store, second.fence.attempt_id)
+    assert (held["state"], held["hold"], held["holder"], held["lost"]) == ("ready", "budget", None, 0)
+    assert task_state(store, 1) == "ready"
     assert ledger_line(store, "turns") == (5, 0, 1)
     assert rows(store, "SELECT 1 FROM effects WHERE effect_id = ?", request.effect_id) == []
-    # What can never fit does not wait for others.
-    _, answer = start(store, third, {"toolCalls": 11})
-    assert isinstance(answer, StartRefused)
-    assert answer.detail["wait"] is False
+    # What can never fit does not wait for others: it is denied, written down, and stays `requested`.
+    request, answer = start(store, third, {"toolCalls": 11})
+    assert answer == StartRefused("budget", {"dimension": "toolCalls", "limit": 10, "attempted": 17})
+    assert effect(store, request.effect_id)["status"] == "requested"
+    exceeded = scalar(store, "SELECT exceeded_json FROM run_budgets")
+    assert json.loads(exceeded) == {"dimension": "toolCalls", "limit": 10, "attempted": 17}
+    assert rows(store, "SELECT COUNT(*) FROM audit_events WHERE event_type = 'budget.exceeded'") == [(1,)]
+    check_chains(store)
 
 
 def test_the_last_unit_can_be_had(store: Store) -> None:
@@ -148,7 +154,7 @@ def test_a_dispatch_after_a_released_one_is_held_again(store: Store) -> None:
     again = Hand(store).take()
     assert Hand(store).start(again, request) == StartedEffect(1)
     assert ledger_line(store, "turns") == (1, 0, 1)
-    assert isinstance(start(store, second, {"turns": 1})[1], StartRefused)
+    assert start(store, second, {"turns": 1})[1] == AttemptHeld("budget")
     Hand(store).finish(again, effect=EffectEnd(request.effect_id, "succeeded", usage={"turns": 1}))
     assert ledger_line(store, "turns") == (1, 1, 0)
 

@@ -224,11 +224,11 @@ def test_processes_that_open_a_new_database_at_one_instant(tmp_path: Path, child
 def test_a_newer_database_is_refused_byte_for_byte(busy: Store) -> None:
     path = busy.path
     with busy.database.write() as tx:
-        tx.execute("PRAGMA user_version = 2")
+        tx.execute(f"PRAGMA user_version = {migrate.LATEST + 1}")
     busy.close()
     before = contents(path.parent)
     for create in (False, True):
-        with pytest.raises(IncompatibleVersion, match="schema 2"):
+        with pytest.raises(IncompatibleVersion, match=f"schema {migrate.LATEST + 1}"):
             Store(path, SystemClock(), create=create)
     assert contents(path.parent) == before
 
@@ -246,7 +246,7 @@ def test_a_newer_database_whose_wal_was_left_behind_is_refused_byte_for_byte(
     newer.join()
     before = contents(tmp_path)
     assert path.name + "-wal" in before
-    with pytest.raises(IncompatibleVersion, match="schema 2"):
+    with pytest.raises(IncompatibleVersion, match=f"schema {migrate.LATEST + 1}"):
         Store(path, SystemClock())
     assert contents(tmp_path) == before
 
@@ -254,7 +254,7 @@ def test_a_newer_database_whose_wal_was_left_behind_is_refused_byte_for_byte(
 def test_a_version_that_rises_while_we_run_ends_reading_and_writing(busy: Store) -> None:
     other = Database(busy.path, SystemClock())
     with other.write() as tx:
-        tx.execute("PRAGMA user_version = 2")
+        tx.execute(f"PRAGMA user_version = {migrate.LATEST + 1}")
     with pytest.raises(IncompatibleVersion), busy.database.read():
         pass
     with pytest.raises(IncompatibleVersion), busy.database.write():

@@ -44,10 +44,13 @@ def pull_at_a_budget(path: Path, name: str, barrier: Barrier, out: Connection) -
     claim = hand.claim()
     while claim is not None:
         request = effect_request(claim, estimate={"toolCalls": 1})
-        if hand.start(claim, request) == StartedEffect(1):
+        answer = hand.start(claim, request)
+        if answer == StartedEffect(1):
             executed += 1
             end = EffectEnd(request.effect_id, "succeeded", usage={"toolCalls": 1})
             claim = hand.finish(claim, effect=end, next_claim=True)
+        elif answer == AttemptHeld("budget"):
+            claim = hand.claim()
         else:
             claim = hand.finish(claim, "failed", next_claim=True)
     out.send(executed)
@@ -154,6 +157,6 @@ def be_newer(path: Path, line: Connection) -> None:
     Store(path, SystemClock(), create=True).close()
     store = Store(path, SystemClock())
     with store.database.write(durable=True) as tx:
-        tx.execute("PRAGMA user_version = 2")
+        tx.execute(f"PRAGMA user_version = {migrate.LATEST + 1}")
     line.send("migrated")
     line.recv()
