@@ -304,7 +304,7 @@ def test_a_coordinator_that_was_started_alone_is_stopped(scene: Callable[..., Sc
     this.leave()
 
 
-@pytest.mark.parametrize("case", selection(DRIVER_CASES, 4, 1))
+@pytest.mark.parametrize("case", selection(DRIVER_CASES, 4, 2))
 def test_the_driver_of_a_foreground_run(scene: Callable[..., Scene], undisturbed: Picture, case: Case) -> None:
     """Killed: `resume` goes on. Stopped: the coordinator of a pool takes the run, and the driver, woken up, follows."""
     this = scene(case.idempotency, **(SHORT if case.action == "stop" else {}))
