@@ -147,10 +147,7 @@ class _Foreground:
             self._store.close()
 
     def _may_take(self, run: Run) -> bool:
-        if run.driver is None or run.state == "paused":
-            return True
-        row = self._store.get_process(run.driver)
-        return row is None or row.stopped_at is not None or not is_alive(row)
+        return run.state == "paused" or self._coordinator.is_abandoned(run)
 
     def _drive(self, run: Run) -> None:
         while self._run_id in self._coordinator.drivers:

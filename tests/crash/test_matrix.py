@@ -331,6 +331,23 @@ def test_the_driver_of_a_foreground_run(scene: Callable[..., Scene], undisturbed
     this.leave()
 
 
+def test_a_run_is_resumed_whose_driver_is_stopped(scene: Callable[..., Scene], undisturbed: Picture) -> None:
+    """There is no coordinator: who resumes follows the driver until it has been silent for too long, and takes over."""
+    this = scene("unknown", **SHORT)
+    process = this.site.start("run", this.file, "--workers", "2", fault=this.fault("after_commit", "stop"))
+    this.wait_for_strike()
+    run_id = this.site.only_run()
+    assert run_id is not None
+    assert this.site.ask("resume", run_id, seconds=GRACE).code == 0
+    (driver,) = this.site.living("run")
+    assert is_stopped(driver)
+    kill(driver, signal.SIGCONT)
+    this.wait(lambda: process.poll() is not None, "the woken driver ends")
+    assert process.returncode == 0, this.site.report()
+    this.judge(run_id, undisturbed, in_doubt=False)
+    this.leave()
+
+
 CREATE_CASES = [Case("after_create_run", action) for action in ACTIONS]
 
 
