@@ -387,21 +387,24 @@ def cancel_run(path: Path, run_id: str, *, reason: str, actor: str) -> tuple[boo
             return False, state
         store.wake_everybody()
         run = store.get_run(run_id)
-        if run.ended_at is None and not _somebody_drives(store, run):
+        if run.ended_at is None and not _somebody_drives(store, run, clock.now()):
             _finish_cancellation(store, clock, run_id)
         return True, store.get_run(run_id).state
     finally:
         store.close()
 
 
-def _somebody_drives(store: Store, run: Run) -> bool:
+def _somebody_drives(store: Store, run: Run, now: int) -> bool:
+    """Whether somebody is there to finish a cancellation. Who has been silent for lease and grace does not count."""
     if run.state == "paused":
         return False
+    timing = Timing.from_environment()
+    heard_since = now - int((timing.lease + timing.grace) * 1000)
     if run.driver is not None:
         row = store.get_process(run.driver)
-        if row is not None and row.stopped_at is None and is_alive(row):
+        if row is not None and row.stopped_at is None and row.heartbeat_at >= heard_since and is_alive(row):
             return True
-    return coordinator_is_live(store)
+    return coordinator_is_live(store, heard_since)
 
 
 def _finish_cancellation(store: Store, clock: SystemClock, run_id: str) -> None:

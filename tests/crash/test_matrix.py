@@ -19,6 +19,7 @@ from typing import Any
 import pytest
 from agentctl.store.clock import SystemClock
 from agentctl.store.faults import POINTS
+from agentctl.store.records import ProcessRow
 from support.rows import rows
 from support.scale import scale, time_factor
 from support.site import Picture, Site, is_stopped, kill
@@ -346,6 +347,33 @@ def test_a_run_is_resumed_whose_driver_is_stopped(scene: Callable[..., Scene], u
     assert process.returncode == 0, this.site.report()
     this.judge(run_id, undisturbed, in_doubt=False)
     this.leave()
+
+
+def test_a_run_is_cancelled_whose_driver_is_stopped(scene: Callable[..., Scene]) -> None:
+    """Nobody else is there to finish the cancellation, so the command does it itself."""
+    this = scene("unknown", **SHORT)
+    this.hold.touch()
+    process = this.site.start("run", this.file, "--workers", "2", fault=this.fault("after_commit", "stop"))
+    this.wait_for_strike()
+    run_id = this.site.only_run()
+    assert run_id is not None
+    (driver,) = this.site.living("run")
+    this.wait(lambda: is_stopped(driver), "the driver is stopped")
+    this.wait(lambda: CLOCK.now() - _heartbeat(this, driver) > 2 * LEASE * 1000, "the driver has been silent for long")
+    answer = this.site.ask("cancel", run_id, seconds=GRACE)
+    assert answer.code == 0, answer.err
+    assert this.site.run(run_id).state == "cancelled"
+    kill(driver, signal.SIGCONT)
+    this.wait(lambda: process.poll() is not None, "the woken driver ends")
+    assert process.returncode == 130, this.site.report()
+    assert this.lines() == Counter()
+    this.leave()
+
+
+def _heartbeat(this: Scene, row: ProcessRow) -> int:
+    now = this.site.store.get_process(row.process_id)
+    assert now is not None
+    return now.heartbeat_at
 
 
 CREATE_CASES = [Case("after_create_run", action) for action in ACTIONS]
