@@ -158,10 +158,7 @@ class _Foreground:
             self._store.close()
 
     def _may_take(self, run: Run) -> bool:
-        if run.driver is None or run.state == "paused":
-            return True
-        row = self._store.get_process(run.driver)
-        return row is None or row.stopped_at is not None or not is_alive(row)
+        return run.state == "paused" or self._coordinator.is_abandoned(run)
 
     def _drive(self, run: Run) -> None:
         while self._run_id in self._coordinator.drivers:
@@ -405,7 +402,7 @@ def cancel_run(path: Path, run_id: str, *, reason: str, actor: str) -> tuple[boo
             return False, state
         store.wake_everybody()
         run = store.get_run(run_id)
-        if run.ended_at is None and not _somebody_drives(store, run):
+        if run.ended_at is None and not _somebody_drives(store, run, clock.now()):
             _finish_request(store, clock, run_id, resume=True, patience=CANCEL_PATIENCE_SECONDS)
         return True, store.get_run(run_id).state
     finally:
@@ -423,7 +420,7 @@ def pause_run(path: Path, run_id: str, *, reason: str, actor: str) -> tuple[str,
         state, why = store.request_pause(run_id, reason=reason, actor=actor)
         if state == "running":
             store.wake_driver(run_id)
-            if not _somebody_drives(store, store.get_run(run_id)):
+            if not _somebody_drives(store, store.get_run(run_id), clock.now()):
                 _finish_request(store, clock, run_id, resume=False, patience=PAUSE_PATIENCE_SECONDS)
             run = store.get_run(run_id)
             state, why = run.state, run.reason
@@ -443,14 +440,17 @@ def rescue_the_dead(path: Path) -> None:
         store.close()
 
 
-def _somebody_drives(store: Store, run: Run) -> bool:
+def _somebody_drives(store: Store, run: Run, now: int) -> bool:
+    """Whether somebody is there to finish a cancellation. Who has been silent for lease and grace does not count."""
     if run.state == "paused":
         return False
+    timing = Timing.from_environment()
+    heard_since = now - int((timing.lease + timing.grace) * 1000)
     if run.driver is not None:
         row = store.get_process(run.driver)
-        if row is not None and row.stopped_at is None and is_alive(row):
+        if row is not None and row.stopped_at is None and row.heartbeat_at >= heard_since and is_alive(row):
             return True
-    return coordinator_is_live(store)
+    return coordinator_is_live(store, heard_since)
 
 
 def _finish_request(store: Store, clock: SystemClock, run_id: str, *, resume: bool, patience: float) -> None:

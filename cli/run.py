@@ -130,6 +130,13 @@ def _prepare(
         base = Path(workspace).absolute()
         if not base.is_dir():
             raise UsageError(f"--workspace {workspace}: no such folder", remedy="give a folder that exists")
+    try:
+        str(base).encode("utf-8")
+    except UnicodeEncodeError as error:
+        raise UsageError(
+            f"the folder {base} has a name that is not UTF-8, which cannot be recorded",
+            remedy="rename it, or give another one with --workspace",
+        ) from error
     warn_findings(settings, document.warnings)
     return document, plan, merge_inputs(document.model.spec.inputs, given), base
 

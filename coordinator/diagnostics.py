@@ -7,7 +7,7 @@ one reading or one compilation, so that a person repairs a file in one go. Lines
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, TypeAlias
 
 from agentctl.store.errors import UsageError
@@ -78,12 +78,30 @@ class Diagnostic:
         return text
 
 
+REMEDIES = {
+    "yaml_syntax": "correct the YAML here, or right before this place",
+    "schema_violation": "`agentctl schema` prints what is allowed at each place",
+    "unsupported_version": "use `apiVersion: agentctl.dev/v1`",
+    "migration_required": "write it as a document with `apiVersion: agentctl.dev/v1`",
+    "duplicate_task": "give each task an id of its own",
+    "missing_reference": "give the name of something that is there",
+    "dependency_cycle": "remove one of these `needs`",
+    "invalid_template": "a template reads ${{ inputs.NAME }}, ${{ vars.NAME }} or ${{ tasks.ID.output.KEY }}",
+    "unsupported_capability": "leave it out: this version cannot do it",
+    "invalid_secret_reference": "a secret is {env: NAME}, {file: PATH} or {process: {command: PROGRAM}}",
+    "policy_denied": "allow it under `policy`, or leave it out",
+    "incompatible_state": "start a new run",
+}
+"""What to do about a finding that has no better advice of its own."""
+
+
 class DocumentError(UsageError):
     """A document cannot be used; nothing was changed. `diagnostics` is never empty and sorted by place."""
 
     def __init__(self, diagnostics: Iterable[Diagnostic]) -> None:
         found = sorted(
-            diagnostics, key=lambda item: (item.file or "", item.line or 0, item.column or 0, item.path or "")
+            (item if item.help else replace(item, help=REMEDIES.get(item.code)) for item in diagnostics),
+            key=lambda item: (item.file or "", item.line or 0, item.column or 0, item.path or ""),
         )
         if len(found) > MAX_DIAGNOSTICS:
             left = len(found) - MAX_DIAGNOSTICS

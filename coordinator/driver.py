@@ -11,6 +11,7 @@ import logging
 import select
 import socket
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from agentctl.store import process_identity, wakeups
@@ -47,6 +48,16 @@ class LostRun(Exception):
 def may_hold(plan: Plan) -> bool:
     """Whether an attempt of this plan may ever wait for a person or for budget; without, nobody has to look."""
     return plan.policy.get("approval") != "never" or any(plan.budget.get("limits", {}).values())
+
+
+@dataclass(slots=True)
+class _SilentDriver:
+    """How long the driver of a run has been seen without a sign of it."""
+
+    epoch: int
+    lease_expires_at: int | None
+    last_look: float
+    seconds: float = 0.0
 
 
 class RunDriver:
@@ -156,8 +167,7 @@ class Coordinator:
         self._next_heartbeat = clock.monotonic() + timing.heartbeat
         self._seen: tuple[int, int] | None = None
         self._aside: set[str] = set()
-        self._silent_drivers: dict[str, tuple[int, int | None, float]] = {}
-        self._last_adoption_look: float | None = None
+        self._silent_drivers: dict[str, _SilentDriver] = {}
 
     @property
     def rescuer(self) -> Rescuer:
@@ -268,33 +278,41 @@ class Coordinator:
         return [item for item in readable if isinstance(item, int)]
 
     def _adopt(self) -> None:
-        """Take runs that nobody drives: no driver, a dead one, or one that was silent for lease and grace."""
-        now = self._clock.monotonic()
-        last, self._last_adoption_look = self._last_adoption_look, now
-        elapsed = 0.0 if last is None else now - last
-        counted = elapsed if elapsed < max(2.0, self._timing.grace / 4) else 0.0
-        silent: dict[str, tuple[int, int | None, float]] = {}
+        """Take runs that nobody drives (see `is_abandoned`)."""
         for run in self.store.overdue_runs():
             # Its wall time is over while it waits for a person: it ends without one.
             if run.run_id not in self._aside and self.take(run, resume=True):
                 log.info("%s has run out of time", run.run_id)
-        for run in self.store.open_runs():
-            if run.run_id in self.drivers or run.run_id in self._aside:
+        runs = self.store.open_runs()
+        for run in runs:
+            if run.run_id in self.drivers or run.run_id in self._aside or not self.is_abandoned(run):
                 continue
-            if run.driver is None or self._is_dead(self.store.get_process(run.driver)):
-                try:
-                    if self.take(run, resume=False):
-                        log.info("adopted %s", run.run_id)
-                except (CorruptStore, IncompatibleVersion) as error:
-                    self._set_aside(run.run_id, error)
-                continue
-            before = self._silent_drivers.get(run.run_id)
-            mark = (run.epoch, run.driver_lease_expires_at)
-            seconds = before[2] + counted if before is not None and before[:2] == mark else 0.0
-            silent[run.run_id] = (*mark, seconds)
-            if seconds >= self._timing.lease + self._timing.grace and self.take(run, resume=False):
-                log.warning("adopted %s from the silent driver %s", run.run_id, run.driver)
-        self._silent_drivers = silent
+            try:
+                if self.take(run, resume=False):
+                    log.info("adopted %s", run.run_id)
+            except (CorruptStore, IncompatibleVersion) as error:
+                self._set_aside(run.run_id, error)
+        known = {run.run_id for run in runs}
+        self._silent_drivers = {name: seen for name, seen in self._silent_drivers.items() if name in known}
+
+    def is_abandoned(self, run: Run) -> bool:
+        """Whether nobody drives a run: no driver, a dead one, or one that was silent for lease and grace.
+
+        Silence is what this process itself has seen, from one call to the next; taking the run is safe in any case.
+        """
+        if run.driver is None or self._is_dead(self.store.get_process(run.driver)):
+            return True
+        now = self._clock.monotonic()
+        seen = self._silent_drivers.get(run.run_id)
+        if seen is None or (seen.epoch, seen.lease_expires_at) != (run.epoch, run.driver_lease_expires_at):
+            self._silent_drivers[run.run_id] = _SilentDriver(run.epoch, run.driver_lease_expires_at, now)
+            return False
+        seen.seconds += self._rescuer.counted(now - seen.last_look)
+        seen.last_look = now
+        if seen.seconds < self._rescuer.patience:
+            return False
+        log.warning("the driver of %s (%s) is silent", run.run_id, run.driver)
+        return True
 
     @staticmethod
     def _is_dead(row: ProcessRow | None) -> bool:

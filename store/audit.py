@@ -75,7 +75,11 @@ def read_chain(tx: Connection, run_id: str) -> list[tuple[int, str, str, int]]:
     )
     for expected, (sequence, version, linked, link, state_json, created_at) in enumerate(rows, 1):
         if version > CHECKPOINT_FORMAT_VERSION:
-            raise IncompatibleVersion(f"checkpoint {sequence} of {run_id} has format {version}; upgrade agentctl")
+            raise IncompatibleVersion(
+                f"checkpoint {sequence} of {run_id} was written by a newer agentctl (format {version})",
+                remedy="upgrade agentctl",
+                run_id=run_id,
+            )
         if sequence != expected or linked != previous or checksum(previous, state_json) != link:
             raise CorruptStore(f"checkpoint {sequence} of {run_id} does not continue the chain")
         previous = link

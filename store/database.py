@@ -81,6 +81,12 @@ class Database:
         self._commits = 0
         self._wal_fd: int | None = None  # until it is found, commits are synchronous
         self._failed_sync: SyncFailed | None = None
+        try:
+            str(self.path).encode("utf-8")
+        except UnicodeEncodeError as error:
+            raise EnvironmentFault(
+                f"{self.path} is not UTF-8, which SQLite needs", remedy="choose another place with --db PATH"
+            ) from error
         filesystem.require_local(self.path)
         if not self.path.exists():
             if not create:

@@ -91,9 +91,17 @@ def require_local(path: Path) -> None:
 
 
 def prepare_folder(folder: Path) -> None:
-    """Create `folder` with mode 0700 if it is missing, and make sure that we can write in it."""
+    """Create `folder` with mode 0700 if it is missing, and make sure that we can write in it.
+
+    A new folder is durable when this returns: a database in a folder that a power cut takes away would be lost.
+    """
+    existing = nearest_existing(folder)
     try:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        for made in (folder, *folder.parents):
+            if made.resolve() == existing:
+                break
+            _sync_folder(made.parent)
     except FileExistsError as error:
         raise EnvironmentFault(f"{folder} is not a folder", remedy="choose another place with --db PATH") from error
     except OSError as error:
@@ -104,3 +112,11 @@ def prepare_folder(folder: Path) -> None:
         raise EnvironmentFault(
             f"no permission to write in {folder}", remedy="give this user write permission, or use --db PATH"
         )
+
+
+def _sync_folder(folder: Path) -> None:
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -7,11 +7,17 @@ import json
 from . import audit
 from .canonical import canonical
 from .database import Connection
-from .errors import AlreadyTerminal, ConflictError, NotFoundError, RunMoved
+from .errors import AlreadyTerminal, ConflictError, IncompatibleVersion, NotFoundError, RunMoved
 from .records import (
+    APPROVAL_FORMAT_VERSION,
+    AUDIT_EVENT_VERSION,
     BUDGET_FORMAT_VERSION,
+    CHECKPOINT_FORMAT_VERSION,
+    EFFECT_FORMAT_VERSION,
     PLAN_FORMAT_VERSION,
+    RECONCILIATION_FORMAT_VERSION,
     RUNTIME_STATE_VERSION,
+    TASK_METADATA_VERSION,
     Event,
     NewRun,
     Run,
@@ -140,6 +146,48 @@ def get(tx: Connection, run_id: str) -> Run:
     return Run(*row[2:])
 
 
+def refuse_future_records(tx: Connection, run_id: str) -> None:
+    """Raise `IncompatibleVersion` if anything that belongs to a run was written by a newer agentctl.
+
+    Asked before a run is taken, resumed or cancelled. It costs a look at each record, once.
+    """
+    first, count = tx.execute("SELECT first_task, task_count FROM runs WHERE run_id = ?", (run_id,)).fetchone()
+    span = (first, first + count - 1)
+    for what, known, sql, values in (
+        ("a task", TASK_METADATA_VERSION, "MAX(metadata_version) FROM tasks WHERE task_no BETWEEN ? AND ?", span),
+        (
+            "an effect",
+            EFFECT_FORMAT_VERSION,
+            "MAX(e.format_version) FROM attempts a JOIN effects e ON e.attempt_id = a.attempt_id "
+            "WHERE a.task_no BETWEEN ? AND ?",
+            span,
+        ),
+        ("the budget", BUDGET_FORMAT_VERSION, "MAX(format_version) FROM run_budgets WHERE run_id = ?", (run_id,)),
+        (
+            "a checkpoint",
+            CHECKPOINT_FORMAT_VERSION,
+            "MAX(format_version) FROM checkpoints WHERE run_id = ?",
+            (run_id,),
+        ),
+        ("an approval", APPROVAL_FORMAT_VERSION, "MAX(format_version) FROM approvals WHERE run_id = ?", (run_id,)),
+        (
+            "a reconciliation",
+            RECONCILIATION_FORMAT_VERSION,
+            "MAX(format_version) FROM effect_reconciliations WHERE run_id = ?",
+            (run_id,),
+        ),
+        ("an event", AUDIT_EVENT_VERSION, "MAX(event_version) FROM audit_events WHERE run_id = ?", (run_id,)),
+    ):
+        row = tx.execute(f"SELECT {sql}", values).fetchone()
+        if row is not None and row[0] is not None and row[0] > known:
+            raise IncompatibleVersion(
+                f"{what} of {run_id} was written by a newer agentctl (version {row[0]}, this one knows {known}); "
+                "nothing was changed",
+                remedy="upgrade agentctl",
+                run_id=run_id,
+            )
+
+
 def documents(tx: Connection, run_id: str) -> RunDocuments:
     """The immutable texts of a run."""
     row = tx.execute(
@@ -231,6 +279,7 @@ def take_run(
         raise NotFoundError(f"there is no run {run_id} in this database", run_id=run_id)
     state, current, priority = row[:3]
     check_versions(run_id, row[3], row[4])
+    refuse_future_records(tx, run_id)
     if current != epoch or state not in (("running", "paused") if resume else ("running",)):
         return None
     tx.execute(
@@ -353,6 +402,7 @@ def request_cancel(tx: Connection, run_id: str, *, reason: str, actor: str, now:
     if run.ended_at is not None:
         return False, run.state
     if run.cancel_requested_at is None:
+        refuse_future_records(tx, run_id)
         tx.execute(
             "UPDATE runs SET cancel_requested_at = ?, cancel_reason = ?, revision = revision + 1, updated_at = ? "
             "WHERE run_id = ?",

@@ -19,6 +19,7 @@ from typing import Any
 import pytest
 from agentctl.store.clock import SystemClock
 from agentctl.store.faults import POINTS
+from agentctl.store.records import ProcessRow
 from support.rows import rows
 from support.scale import scale, time_factor
 from support.site import Picture, Site, is_stopped, kill
@@ -304,7 +305,7 @@ def test_a_coordinator_that_was_started_alone_is_stopped(scene: Callable[..., Sc
     this.leave()
 
 
-@pytest.mark.parametrize("case", selection(DRIVER_CASES, 4, 1))
+@pytest.mark.parametrize("case", selection(DRIVER_CASES, 4, 2))
 def test_the_driver_of_a_foreground_run(scene: Callable[..., Scene], undisturbed: Picture, case: Case) -> None:
     """Killed: `resume` goes on. Stopped: the coordinator of a pool takes the run, and the driver, woken up, follows."""
     this = scene(case.idempotency, **(SHORT if case.action == "stop" else {}))
@@ -329,6 +330,50 @@ def test_the_driver_of_a_foreground_run(scene: Callable[..., Scene], undisturbed
         assert this.site.ask("resume", run_id).code == 0
     this.judge(run_id, undisturbed, in_doubt=False)
     this.leave()
+
+
+def test_a_run_is_resumed_whose_driver_is_stopped(scene: Callable[..., Scene], undisturbed: Picture) -> None:
+    """There is no coordinator: who resumes follows the driver until it has been silent for too long, and takes over."""
+    this = scene("unknown", **SHORT)
+    process = this.site.start("run", this.file, "--workers", "2", fault=this.fault("after_commit", "stop"))
+    this.wait_for_strike()
+    run_id = this.site.only_run()
+    assert run_id is not None
+    assert this.site.ask("resume", run_id, seconds=GRACE).code == 0
+    (driver,) = this.site.living("run")
+    assert is_stopped(driver)
+    kill(driver, signal.SIGCONT)
+    this.wait(lambda: process.poll() is not None, "the woken driver ends")
+    assert process.returncode == 0, this.site.report()
+    this.judge(run_id, undisturbed, in_doubt=False)
+    this.leave()
+
+
+def test_a_run_is_cancelled_whose_driver_is_stopped(scene: Callable[..., Scene]) -> None:
+    """Nobody else is there to finish the cancellation, so the command does it itself."""
+    this = scene("unknown", **SHORT)
+    this.hold.touch()
+    process = this.site.start("run", this.file, "--workers", "2", fault=this.fault("after_commit", "stop"))
+    this.wait_for_strike()
+    run_id = this.site.only_run()
+    assert run_id is not None
+    (driver,) = this.site.living("run")
+    this.wait(lambda: is_stopped(driver), "the driver is stopped")
+    this.wait(lambda: CLOCK.now() - _heartbeat(this, driver) > 2 * LEASE * 1000, "the driver has been silent for long")
+    answer = this.site.ask("cancel", run_id, seconds=GRACE)
+    assert answer.code == 0, answer.err
+    assert this.site.run(run_id).state == "cancelled"
+    kill(driver, signal.SIGCONT)
+    this.wait(lambda: process.poll() is not None, "the woken driver ends")
+    assert process.returncode == 130, this.site.report()
+    assert this.lines() == Counter()
+    this.leave()
+
+
+def _heartbeat(this: Scene, row: ProcessRow) -> int:
+    now = this.site.store.get_process(row.process_id)
+    assert now is not None
+    return now.heartbeat_at
 
 
 CREATE_CASES = [Case("after_create_run", action) for action in ACTIONS]

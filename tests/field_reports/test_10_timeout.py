@@ -12,11 +12,8 @@ LIMIT = 2
 CASES = {
     "background": 'sleep 300 & echo "$!" > "$0"; echo hi',
     "sleeper": 'echo "$$" > "$0"; sleep 300',
-    "stubborn": "trap '' TERM; echo \"$$\" > \"$0\"; while :; do sleep 1; done",
-    "escaped": (
-        "setsid sh -c 'echo \"$$\" > \"$0\"; exec sleep 300' \"$0\" & "
-        'while [ ! -s "$0" ]; do :; done; echo hi'
-    ),
+    "stubborn": 'trap \'\' TERM; echo "$$" > "$0"; while :; do sleep 1; done',
+    "escaped": ('setsid sh -c \'echo "$$" > "$0"; exec sleep 300\' "$0" & while [ ! -s "$0" ]; do :; done; echo hi'),
     "flood": "yes 0123456789012345678901234567890123456789 | head -c 209715200",
 }
 
@@ -61,9 +58,7 @@ def test_the_worker_takes_its_next_task_in_time(field: Field, case: str) -> None
     run_id = field.submit(file)
     outcome = field.json("wait", run_id)
     assert field.labels() == ["warm", "next"]
-    [started] = field.rows(
-        "SELECT e.started_at FROM effects e WHERE e.run_id = ? AND e.task_id = 'case'", run_id
-    )
+    [started] = field.rows("SELECT e.started_at FROM effects e WHERE e.run_id = ? AND e.task_id = 'case'", run_id)
     assert field.lines()[-1].time - started[0] / 1000 < bound(LIMIT + 5)
     inspected = field.json("inspect", run_id).data
     [task] = [item for item in inspected["tasks"] if item["taskId"] == "case"]

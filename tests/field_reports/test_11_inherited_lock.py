@@ -13,7 +13,7 @@ import pytest
 from support.children import wait_until
 from support.field import Field, bound, gone, kill
 
-STRAY = "setsid sh -c 'echo \"$$\" > \"$0\"; exec sleep 600' \"$0\" & while [ ! -s \"$0\" ]; do :; done; exec sleep 600"
+STRAY = 'setsid sh -c \'echo "$$" > "$0"; exec sleep 600\' "$0" & while [ ! -s "$0" ]; do :; done; exec sleep 600'
 
 HOLDER = """\
 # holder GATE SECONDS: a stranger that holds the write gate.

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from agentctl.store.engine import Store
-from agentctl.store.records import Claim, EffectEnd, EffectRequest, StartedEffect, StartRefused
+from agentctl.store.records import AttemptHeld, Claim, EffectEnd, EffectRequest, StartedEffect, StartRefused
 from support.builders import Driver, Hand, effect_request, new_run, open_store
 from support.clock import ManualClock
-from support.rows import check_chains, ledger_line, rows
+from support.rows import attempt, check_chains, effect, ledger_line, rows, scalar, task_state
 
 
 @pytest.fixture

@@ -200,6 +200,13 @@ class Driver:
             self.write(batch)
         return found
 
+    def let_in(self) -> list[int]:
+        """Give a place to every attempt that only waits for one; their positions."""
+        found = [held for held in self.store.held_attempts(self.run) if held.why == "place"]
+        if found:
+            self.write(Batch(unheld=[held.attempt_id for held in found]))
+        return [held.position for held in found]
+
     def settle(self, batch: Batch, done: FinishedAttempt, *, retry: bool = False) -> None:
         """Put the outcome of one finished attempt into a batch."""
         if done.outcome == "uncertain":

@@ -11,10 +11,10 @@ from multiprocessing.synchronize import Barrier
 from pathlib import Path
 
 import apsw
-from agentctl.store import gate
+from agentctl.store import gate, migrate
 from agentctl.store.clock import SystemClock
 from agentctl.store.engine import Store
-from agentctl.store.records import EffectEnd, StartedEffect
+from agentctl.store.records import AttemptHeld, EffectEnd, StartedEffect
 
 from support.builders import Hand, effect_request, new_run, process_row
 
@@ -36,13 +36,17 @@ def take_everything(path: Path, name: str, barrier: Barrier, out: Connection) ->
 
 
 def pull_at_a_budget(path: Path, name: str, barrier: Barrier, out: Connection) -> None:
-    """Execute what the budget allows, fail the rest; tell how much was executed."""
+    """Execute what the budget allows, fail the rest, until the run is cancelled; tell how much was executed."""
     store = Store(path, SystemClock())
     hand = Hand(store, name)
     barrier.wait()
     executed = 0
     claim = hand.claim()
-    while claim is not None:
+    while claim is not None or store.get_run("run-1").cancel_requested_at is None:
+        if claim is None:
+            store.clock.sleep(0.001)
+            claim = hand.claim()
+            continue
         request = effect_request(claim, estimate={"toolCalls": 1})
         answer = hand.start(claim, request)
         if answer == StartedEffect(1):

@@ -203,7 +203,7 @@ def _environment(work: Work, workspace: str) -> tuple[dict[bytes, bytes], dict[s
     for name, reference in references.items():
         if name in plain:
             continue
-        from .secrets import resolve_secret
+        from .secret_values import resolve_secret
 
         secret = resolve_secret(reference, work.policy, workspace)
         variables[name.encode()] = secret.value
@@ -284,7 +284,7 @@ def _outcome(launch: _Launch, result: ProcessResult, usage: dict[str, int], note
     if result.ending is Ending.OVERFLOW:
         return EffectOutcome("failed", None, _overflow(launch, result).as_json(), usage, notes)
     if launch.secrets:
-        from .secrets import redact
+        from .secret_values import redact
 
         result.stdout = redact(result.stdout, launch.secrets)
         result.stderr = redact(result.stderr, launch.secrets)

@@ -1,0 +1,116 @@
+"""Field report 20: YAML that means something else than it says."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from support.field import Field
+
+HEAD = """\
+apiVersion: agentctl.dev/v1
+kind: Workflow
+metadata: {name: yaml}
+spec:
+  policy: {approval: never}
+  actions: {set: {kind: builtin.assign}}
+"""
+TASKS = """\
+  tasks: [{id: a, uses: 'action:set', with: {value: '${{ inputs.value }}'}}]
+  outputs: {value: '${{ tasks.a.output.output.value }}'}
+"""
+
+# The mark § stands where the finding has to be, the mark ¶ where the other of two equal keys is.
+REFUSED = {
+    "duplicate task id": HEAD + "  tasks:\n    - {id: ¶a, uses: 'action:set'}\n    - {id: §a, uses: 'action:set'}\n",
+    "duplicate nested key": HEAD + "  inputs:\n    deep:\n      ¶x: 1\n      y: 2\n      §x: 3\n" + TASKS,
+    "duplicate behind a merge": HEAD + "  inputs:\n    base: &b {x: 1}\n    more:\n      §<<: *b\n      x: 2\n" + TASKS,
+    "not a number": HEAD + "  inputs: {value: §.nan}\n" + TASKS,
+    "infinite": HEAD + "  inputs: {value: §-.inf}\n" + TASKS,
+    "tab": HEAD + "  inputs:\n§\tvalue: 1\n" + TASKS,
+    "two documents": HEAD + "  inputs: {value: 1}\n" + TASKS + "§---\na: 1\n",
+    "number as key": HEAD + "  inputs: {§1: one}\n" + TASKS,
+    "truth as key": HEAD + "  inputs: {§true: yes}\n" + TASKS,
+    "list as key": HEAD + "  inputs: {§[a]: one}\n" + TASKS,
+    "a version": HEAD + "  inputs: {value: §1.10}\n" + TASKS,
+    "a commit": HEAD + "  inputs: {value: §0123456}\n" + TASKS,
+    "a commit that looks like a power": HEAD + "  inputs: {value: §12e10}\n" + TASKS,
+}  # fmt: skip
+
+KEPT: dict[str, Any] = {
+    "no": "no",
+    "yes": "yes",
+    "on": "on",
+    "off": "off",
+    "x": "x",
+    "12:30": "12:30",
+    "2026-01-02": "2026-01-02",
+    "2026-01-02T03:04:05Z": "2026-01-02T03:04:05Z",
+    '"1.10"': "1.10",
+    "'0123456'": "0123456",
+    '"12e10"': "12e10",
+    "1180591620717411303424": 2**70,
+    "true": True,
+    "1.5": 1.5,
+}
+
+
+@pytest.mark.parametrize("what", REFUSED)
+def test_what_is_refused_has_its_place(field: Field, what: str) -> None:
+    """Exit 2 from `check` and `run` alike; file, line and column; both lines of a duplicate; no run, no database."""
+    marked = REFUSED[what]
+    other, place = marked.find("¶"), marked.replace("¶", "").find("§")
+    text = marked.replace("§", "").replace("¶", "")
+    line, column = text.count("\n", 0, place) + 1, place - text.rfind("\n", 0, place)
+    field.text("case.yaml", text)
+    verdicts = []
+    for verb in ("check", "plan", "run", "submit"):
+        result = field.json(verb, "case.yaml")
+        assert (result.code, result.error["code"]) == (2, "usage"), verb
+        verdicts.append(result.diagnostics)
+    assert all(verdict == verdicts[0] for verdict in verdicts)
+    found = [item for item in verdicts[0] if (item["line"], item["column"]) == (line, column)]
+    assert found, verdicts[0]
+    assert all(Path(item["file"]).name == "case.yaml" for item in verdicts[0])
+    if other >= 0:
+        assert f" {text.count(chr(10), 0, other) + 1}:" in found[0]["message"]
+    human = field("check", "case.yaml")
+    assert human.code == 2
+    assert f"case.yaml:{line}:{column}" in human.err
+    if what.startswith("a "):
+        assert "quote" in human.err
+    assert not field.database.exists()
+
+
+@pytest.mark.parametrize("spelled", KEPT)
+def test_what_is_kept_is_kept_exactly(field: Field, spelled: str) -> None:
+    """The value comes out of the run as it stands in the file."""
+    field.text("case.yaml", HEAD + f"  inputs: {{value: {spelled}}}\n" + TASKS)
+    assert field.json("check", "case.yaml").code == 0
+    result = field.json("run", "case.yaml")
+    assert result.code == 0
+    value = result.data["output"]["value"]
+    assert (value, type(value)) == (KEPT[spelled], type(KEPT[spelled]))
+
+
+def test_a_byte_order_mark_changes_nothing(field: Field) -> None:
+    """It is dropped, and places are counted without it."""
+    text = HEAD + "  inputs: {value: no}\n" + TASKS
+    (field.folder / "case.yaml").write_bytes(b"\xef\xbb\xbf" + text.encode())
+    assert field.json("run", "case.yaml").data["output"] == {"value": "no"}
+    (field.folder / "wrong.yaml").write_bytes(b"\xef\xbb\xbfapiversion: x\n")
+    [finding, *_] = field.json("check", "wrong.yaml").diagnostics
+    assert finding["line"] == 1
+
+
+def test_a_run_count_is_unchanged_by_what_is_refused(field: Field) -> None:
+    """With a database that has a run in it."""
+    field.text("good.yaml", HEAD + "  inputs: {value: no}\n" + TASKS)
+    assert field.json("run", "good.yaml").code == 0
+    for what in ("duplicate task id", "not a number", "two documents"):
+        field.text("case.yaml", REFUSED[what].replace("§", "").replace("¶", ""))
+        assert field("run", "case.yaml").code == 2
+        assert field("submit", "case.yaml").code == 2
+    assert field.scalar("SELECT COUNT(*) FROM runs") == 1
+    field.check_clean_end()

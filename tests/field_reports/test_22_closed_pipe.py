@@ -1,0 +1,113 @@
+"""Field report 22: the reader closes the pipe. The verbs of artifacts follow with them."""
+
+from __future__ import annotations
+
+import sqlite3
+import subprocess
+from contextlib import closing
+
+import pytest
+from support.children import wait_until
+from support.field import PROGRAM, Field, bound
+from support.scale import repeats
+
+RUNS = 5000
+LISTINGS = (
+    "runs list --limit 1000",
+    "runs list --limit 1000 --output json",
+    "inspect @latest",
+    "inspect @latest --output json",
+    "logs @latest",
+    "logs @latest --output json",
+    "events @latest",
+    "events @latest --output json",
+    "status @latest --output json",
+    "workers list",
+    "plan ticks.yaml",
+    "plan ticks.yaml --output json",
+    "schema",
+)
+
+
+def _piped(field: Field, verb: str, reader: str, unbuffered: str = "") -> tuple[int, str, str]:
+    """Exit code of the program, what the reader has printed, and stderr of all."""
+    command = " ".join(PROGRAM) if len(PROGRAM) == 1 else f"{PROGRAM[0]} -c '{PROGRAM[2]}'"
+    done = subprocess.run(
+        ["bash", "-c", f"{command} {verb} | {reader}; echo ${{PIPESTATUS[0]}}"],
+        cwd=field.folder,
+        env={**field.environment, "PYTHONUNBUFFERED": unbuffered},
+        capture_output=True,
+        encoding="utf-8",
+        timeout=bound(120),
+        check=True,
+    )
+    *shown, code = done.stdout.splitlines()
+    return int(code), "\n".join(shown), done.stderr
+
+
+def _multiply(field: Field) -> None:
+    """The row of the newest run 5,000 times. What matters here is the length of a list."""
+    with closing(sqlite3.connect(field.database, timeout=30)) as connection, connection:
+        newest = "(SELECT run_id FROM runs ORDER BY created_at DESC LIMIT 1)"
+        columns = [item[1] for item in connection.execute("PRAGMA table_info(runs)")]
+        changed = {
+            "run_id": "run_id || '-' || printf('%05d', value)",
+            "first_task": "1000000 + value",
+            "task_count": "1",
+            "created_at": "created_at - value",
+        }
+        chosen = ", ".join(changed.get(name, name) for name in columns)
+        connection.execute(
+            f"WITH RECURSIVE numbers(value) AS (SELECT 1 UNION ALL SELECT value + 1 FROM numbers WHERE value < {RUNS}) "  # noqa: S608
+            f"INSERT INTO runs SELECT {chosen} FROM runs, numbers WHERE run_id = {newest}"
+        )
+
+
+@pytest.mark.timeout(1200)
+def test_every_listing_ends_in_silence(field: Field) -> None:
+    """5,000 runs, and one of many tasks; `head -1` and a reader that never reads; with and without buffers."""
+    spoken = "x" * 120
+    actions = {"say": {"kind": "builtin.shell.exec", "command": "echo", "idempotency": "idempotent"}}
+    items = {"items": list(range(1200)), "maxItems": 1200}
+    say = {"id": "say", "uses": "action:say", "foreach": items, "with": {"args": ["${{ vars.item }}", spoken]}}
+    run_id = field.submit(field.workflow("ticks", [say], actions=actions, programs=["echo"], concurrency=64))
+    assert field.json("resume", run_id, "--workers", "2", limit=300).code == 0
+    _multiply(field)
+    choices = [(verb, reader, mode) for verb in LISTINGS for reader in ("head -1", "true") for mode in ("", "1")]
+    step = max(1, len(choices) // repeats(len(choices), at_least=len(LISTINGS)))
+    long = ("runs list", "inspect", "logs", "events @latest --output json", "plan", "schema")
+    for verb, reader, unbuffered in [*choices[::step], ("runs list --limit 1000", "head -1", "1")]:
+        code, shown, err = _piped(field, verb, reader, unbuffered)
+        assert err == "", (verb, reader, unbuffered)
+        assert code in (0, 141), (verb, reader, unbuffered)
+        if reader == "head -1":
+            assert shown.count("\n") == 0
+            assert shown
+        elif verb.startswith(long) and verb != "plan ticks.yaml":
+            assert code in (0, 141)
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("mode", ["", "--output json", "--output jsonl"])
+def test_a_foreground_run_goes_on_without_its_reader(field: Field, mode: str) -> None:
+    """It reaches its normal end, and its exit code is that of the run."""
+    file = field.workflow("ticks", [field.tick_fan("t", 20, 0.1, idempotent=False)])
+    for reader in ("head -1", "true"):
+        field.ledger.unlink(missing_ok=True)
+        code, _, err = _piped(field, f"run {file} --workers 2 {mode}", reader)
+        assert (code, err) == (0, "")
+        assert len(field.lines()) == 20
+    assert {row[0] for row in field.rows("SELECT state FROM runs")} == {"succeeded"}
+    field.check_clean_end()
+
+
+@pytest.mark.timeout(300)
+def test_whoever_only_watches_ends_and_the_run_does_not(field: Field) -> None:
+    """`watch` and `wait` lose their reader."""
+    pool = field.pool(2)
+    run_id = field.submit(field.workflow("ticks", [field.tick_fan("t", 20, 0.1, idempotent=False)]))
+    code, _, err = _piped(field, f"watch {run_id} --output json", "head -1")
+    assert (code in (0, 141), err) == (True, "")
+    wait_until(lambda: len(field.lines()) == 20, "the run goes on")
+    assert field.json("wait", run_id).code == 0
+    field.check_clean_end(drained=[pool])
