@@ -87,6 +87,12 @@ def commit_batch(
     return [(position, to, code) for position, to, _, code in stopped]
 
 
+_NOTHING_FINISHED = (
+    "AND NOT EXISTS (SELECT 1 FROM attempts f WHERE f.live_task = tasks.task_no AND f.state = 'finished')"
+)
+"""A person may have answered for a task that waits: that result is committed, not thrown away."""
+
+
 def _stop(tx: Connection, run: Run, batch: Batch, *, reason: str, now: int) -> list[tuple[int, str, int, str]]:
     """End everything that has not begun. Runs inside the transaction, since a worker may claim until it begins."""
     first, last = run.first_task, run.first_task + run.task_count - 1
@@ -114,8 +120,9 @@ def _stop(tx: Connection, run: Run, batch: Batch, *, reason: str, now: int) -> l
     for origin in waiting:
         code = "uncertain_effect" if origin == "waiting_for_effect" else reason
         unresolved = tx.execute(
-            "UPDATE tasks SET state = 'failed', ended_at = ?, updated_at = ?, error_json = COALESCE(error_json, ?) "
-            "WHERE task_no BETWEEN ? AND ? AND state = ? RETURNING task_no, task_id, attempt",
+            "UPDATE tasks SET state = 'failed', ended_at = ?, updated_at = ?, "  # noqa: S608
+            "error_json = COALESCE(error_json, ?) "
+            f"WHERE task_no BETWEEN ? AND ? AND state = ? {_NOTHING_FINISHED} RETURNING task_no, task_id, attempt",
             (now, now, error, first, last, origin),
         )
         for task_no, task_id, attempt in all_rows(unresolved):
@@ -123,9 +130,9 @@ def _stop(tx: Connection, run: Run, batch: Batch, *, reason: str, now: int) -> l
             payload = canonical({"from": origin, "to": "failed"})
             batch.events.append(Event("task.transition", task_id, payload))
     untouched = tx.execute(
-        "UPDATE tasks SET state = 'cancelled', ended_at = ?, updated_at = ?, retry_at = NULL, "
+        "UPDATE tasks SET state = 'cancelled', ended_at = ?, updated_at = ?, retry_at = NULL, "  # noqa: S608
         "error_json = COALESCE(error_json, ?) "
-        "WHERE task_no BETWEEN ? AND ? AND ended_at IS NULL AND state <> 'running' "
+        f"WHERE task_no BETWEEN ? AND ? AND ended_at IS NULL AND state <> 'running' {_NOTHING_FINISHED} "
         "RETURNING task_no, task_id, attempt",
         (now, now, error, first, last),
     )

@@ -175,12 +175,23 @@ def _let_task_go_on(
 ) -> None:
     """What the conclusion means for the attempt that ended uncertain through this effect, if it still waits."""
     if new.status == "applied":
-        tx.execute(
+        # As if its worker had just finished it: the driver commits it with the others.
+        row = tx.execute(
             "UPDATE attempts SET state = 'finished', queue = 'finished', outcome = 'succeeded', result_json = ?, "
             "error_json = NULL WHERE attempt_id = ? AND state IN ('waiting', 'finished') AND outcome = 'uncertain' "
-            "AND result_effect = ?",
+            "AND result_effect = ? RETURNING task_no, task_id, number",
             (new.result_json, attempt_id, new.effect_id),
+        ).fetchone()
+        if row is None:
+            return
+        task_no, task_id, number = row
+        tx.execute(
+            "UPDATE tasks SET state = 'running', updated_at = ? WHERE task_no = ? AND state = 'waiting_for_effect'",
+            (now, task_no),
         )
+        if tx.changes():
+            events.append(Event("task.transition", task_id, '{"from":"waiting_for_effect","to":"running"}'))
+            state["tasks"] = [[task_no - run.first_task, "ready", number, None, None]]
         return
     # Not applied, or undone: a fresh attempt, whatever the retry policy says (contract 4.9).
     row = tx.execute(

@@ -16,13 +16,24 @@ from pathlib import Path
 
 import pytest
 from agentctl.store import states
+from agentctl.store.approvals import approval_id_of
 from agentctl.store.engine import Store
-from agentctl.store.errors import LeaseLost
-from agentctl.store.records import Batch, Claim, EffectEnd, EffectRequest, RecordedEffect, StartedEffect, StartRefused
+from agentctl.store.errors import ConflictError, LeaseLost
+from agentctl.store.records import (
+    AttemptHeld,
+    Batch,
+    Claim,
+    EffectEnd,
+    EffectRequest,
+    NewReconciliation,
+    RecordedEffect,
+    StartedEffect,
+    StartRefused,
+)
 from hypothesis import HealthCheck, Phase, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
-from support.builders import Driver, Hand, effect_request, new_run
+from support.builders import Driver, Hand, effect_request, new_run, rejected
 from support.clock import ManualClock
 from support.rows import check_chains, everything, ledger_line, rows
 from support.scale import repeats, scale
@@ -44,6 +55,7 @@ class ModelRun:
     cancelled: bool = False
     ended: bool = False
     used: int = 0
+    exceeded: bool = False
     reserved: dict[str, int] = field(default_factory=dict)
 
 
@@ -53,6 +65,7 @@ class ModelEffect:
     status: str
     sent: int = 0
     units: int = 0
+    said: str | None = None
 
     @property
     def repeatable(self) -> bool:
@@ -66,6 +79,9 @@ class ModelAttempt:
     lost: int = 0
     confirmed_before: int = 0
     closed: bool = False
+    finished: bool = False
+    hold: str | None = None
+    needs: int = 0
     effects: list[ModelEffect] = field(default_factory=list)
 
     @property
@@ -140,9 +156,10 @@ class StoreMachine(RuleBasedStateMachine):
         for done in run.driver.commit(retry=retry and not run.cancelled):
             state = done.outcome
             self.attempts[done.attempt_id].closed = state != "uncertain"
+            self.attempts[done.attempt_id].finished = False
             if state == "uncertain":
                 state = "waiting_for_effect"
-            elif state == "failed" and retry and not run.cancelled:
+            elif state == "failed" and retry and not run.cancelled and not rejected(done):
                 state = "retry_scheduled"
             run.tasks[done.position] = state
 
@@ -162,14 +179,17 @@ class StoreMachine(RuleBasedStateMachine):
             return
         run_id, run = found
         run.driver.write(Batch(stop="cancel_requested"))
+        stays = {a.position for a in self.attempts.values() if a.run == run_id and a.finished}
         for attempt in self.attempts.values():
-            if attempt.run == run_id:
-                attempt.closed = attempt.closed or run.tasks[attempt.position] not in states.TASK_FINAL | {"running"}
-                for effect in attempt.effects:
-                    if effect.status == "requested" and attempt.closed:
-                        effect.status = "cancelled"
+            if attempt.run != run_id or attempt.closed or attempt.finished or run.tasks[attempt.position] == "running":
+                continue
+            attempt.closed = True
+            attempt.hold = None
+            for effect in attempt.effects:
+                if effect.status in ("requested", "waiting_for_approval"):
+                    effect.status = "cancelled"
         for position, state in enumerate(run.tasks):
-            if state not in states.TASK_FINAL | {"running"}:
+            if state not in states.TASK_FINAL | {"running"} and position not in stays:
                 run.tasks[position] = "cancelled"
         if all(state in states.TASK_FINAL for state in run.tasks):
             run.driver.end("cancelled", "cancel_requested")
@@ -187,17 +207,35 @@ class StoreMachine(RuleBasedStateMachine):
         free = [holder for holder in HOLDERS if holder not in self.claims]
         holder = free[pick % len(free)]
         claim = Hand(self.store, holder).claim()
-        ready = [
-            (run_id, position)
-            for run_id, run in self.runs.items()
-            if not run.cancelled and not run.ended
-            for position, state in enumerate(run.tasks)
-            if state == "ready"
-        ]
+        ready = self.claimable()
         if claim is None:
             assert ready == []
             return
         self.begin(holder, claim, ready)
+
+    def claimable(self) -> list[tuple[str, int]]:
+        """What is ready and not held."""
+        held = {(attempt.run, attempt.position) for attempt in self.attempts.values() if attempt.hold is not None}
+        return [
+            (run_id, position)
+            for run_id, run in self.runs.items()
+            if not run.cancelled and not run.ended
+            for position, state in enumerate(run.tasks)
+            if state == "ready" and (run_id, position) not in held
+        ]
+
+    def let_go(self, run: ModelRun) -> None:
+        """Units have become free: those who wait for them, in compiled order, as far as they fit."""
+        taken = run.used + sum(run.reserved.values())
+        waiting = [a for a in self.attempts.values() if self.runs[a.run] is run and a.hold == "budget"]
+        for attempt in sorted(waiting, key=lambda a: a.position):
+            never = run.used + attempt.needs > run.limit
+            if not never and taken + attempt.needs > run.limit:
+                return
+            attempt.hold = "place"
+            if never:
+                return
+            taken += attempt.needs
 
     def begin(self, holder: str, claim: Claim, ready: list[tuple[str, int]]) -> None:
         position = int(claim.task_id[1:])
@@ -219,6 +257,7 @@ class StoreMachine(RuleBasedStateMachine):
         if how != "uncertain":
             run.reserved.pop(effect.request.effect_id)
             run.used += used
+            self.let_go(run)
         if how in ("requested", "cancelled"):
             effect.sent -= 1
         effect.status = how
@@ -236,8 +275,9 @@ class StoreMachine(RuleBasedStateMachine):
         effect_class=st.sampled_from(CLASSES),
         units=st.integers(0, 3),
         previous=st.sampled_from(("succeeded", "failed")),
+        ask=st.booleans(),
     )
-    def start(self, pick: int, idempotency: str, effect_class: str, units: int, previous: str) -> None:
+    def start(self, pick: int, idempotency: str, effect_class: str, units: int, previous: str, ask: bool) -> None:
         holder, claim = self.holding(pick)
         attempt = self.attempts[claim.fence.attempt_id]
         run = self.runs[attempt.run]
@@ -250,14 +290,30 @@ class StoreMachine(RuleBasedStateMachine):
                 idempotency=idempotency,
                 effect_class=effect_class,
                 estimate={"toolCalls": units},
+                ask=ask,
             )
             known = ModelEffect(request, "new", units=units)
         answer = Hand(self.store, holder).start(claim, known.request, end)
+        taken = run.used + sum(run.reserved.values())
         if run.cancelled:
             assert answer == StartRefused("cancel_requested")
-        elif run.used + sum(run.reserved.values()) + known.units > run.limit:
+        elif known.status == "new" and ask:
+            assert isinstance(answer, AttemptHeld)
+            assert answer.why == "approval"
+            known.status = "waiting_for_approval"
+            attempt.effects.append(known)
+            self.hold(holder, attempt, "approval", "waiting_for_approval")
+        elif run.used + known.units > run.limit:
             assert isinstance(answer, StartRefused)
             assert answer.reason == "budget"
+            if known.status == "new":
+                known.status = "requested"
+                attempt.effects.append(known)
+            run.exceeded = True
+        elif taken + known.units > run.limit:
+            assert answer == AttemptHeld("budget")
+            attempt.needs = known.units
+            self.hold(holder, attempt, "budget", "ready")
         else:
             assert answer == StartedEffect(known.sent + 1)
             assert known.sent == 0 or known.repeatable, "sent twice against its contract"
@@ -266,6 +322,92 @@ class StoreMachine(RuleBasedStateMachine):
             known.status = "started"
             known.sent += 1
             run.reserved[known.request.effect_id] = known.units
+
+    def hold(self, holder: str, attempt: ModelAttempt, why: str, state: str) -> None:
+        """The worker is free, and it has cost no delivery."""
+        self.late.append(self.claims.pop(holder))
+        attempt.hold = why
+        attempt.confirmed_before = attempt.confirmed
+        self.runs[attempt.run].tasks[attempt.position] = state
+
+    # -- people ----------------------------------------------------------------------------------------------------
+
+    def asked(self) -> list[ModelAttempt]:
+        """Attempts that wait for an answer."""
+        return [attempt for attempt in self.attempts.values() if attempt.hold == "approval"]
+
+    @precondition(lambda self: self.asked())
+    @rule(pick=PICK, approve=st.booleans())
+    def decide(self, pick: int, approve: bool) -> None:
+        """A person answers; a second one is told that it is too late."""
+        attempt = self.asked()[pick % len(self.asked())]
+        run = self.runs[attempt.run]
+        [effect] = [effect for effect in attempt.effects if effect.status == "waiting_for_approval"]
+        approval_id = approval_id_of(effect.request.effect_id)
+        if run.cancelled:
+            with pytest.raises(ConflictError):
+                self.store.resolve_approval(approval_id, approve=approve, actor="p", reason="")
+            return
+        assert self.store.resolve_approval(approval_id, approve=approve, actor="p", reason="") == attempt.run
+        if approve:
+            effect.status = "requested"
+            attempt.hold = "place"
+            run.tasks[attempt.position] = "ready"
+        else:
+            effect.status = "cancelled"
+            attempt.hold = None
+            attempt.finished = True
+        with pytest.raises(ConflictError, match="before"):
+            self.store.resolve_approval(approval_id, approve=not approve, actor="q", reason="")
+
+    @precondition(lambda self: any(attempt.hold == "place" for attempt in self.attempts.values()))
+    @rule(pick=PICK)
+    def let_in(self, pick: int) -> None:
+        """The driver has places again."""
+        found = self.open_run(pick)
+        if found is None or found[1].cancelled:
+            return
+        run_id, run = found
+        waiting = [a for a in self.attempts.values() if a.run == run_id and a.hold == "place"]
+        assert sorted(a.position for a in waiting) == run.driver.let_in()
+        for attempt in waiting:
+            attempt.hold = None
+
+    def unclear(self) -> list[tuple[ModelAttempt, ModelEffect]]:
+        """Effects of which nobody knows whether they happened."""
+        return [(a, e) for a in self.attempts.values() for e in a.effects if e.status == "uncertain"]
+
+    @precondition(lambda self: self.unclear())
+    @rule(pick=PICK, status=st.sampled_from(("applied", "not_applied")))
+    def reconcile(self, pick: int, status: str) -> None:
+        """A person has found out. What contradicts an earlier conclusion is refused."""
+        attempt, effect = self.unclear()[pick % len(self.unclear())]
+        run = self.runs[attempt.run]
+        name = effect.request.effect_id
+        self.reconciled = getattr(self, "reconciled", 0) + 1
+        new = NewReconciliation(
+            f"reconciliation-{self.reconciled}", name, status, "p", "looked", "{}", "{}",
+            result_json='{"ok":true}' if status == "applied" else None,
+        )  # fmt: skip
+        if effect.said is not None and effect.said != status:
+            with pytest.raises(ConflictError):
+                self.store.reconcile(new)
+            return
+        assert self.store.reconcile(new) == attempt.run
+        first, effect.said = effect.said is None, status
+        if not first:
+            return
+        units = run.reserved.pop(name)
+        run.used += units if status == "applied" else 0
+        self.let_go(run)
+        if run.ended or attempt.closed or attempt.effects[-1] is not effect:
+            return
+        if status == "applied":
+            attempt.finished = True
+            run.tasks[attempt.position] = "running"
+        else:
+            attempt.closed = True
+            run.tasks[attempt.position] = "retry_scheduled"
 
     @precondition(lambda self: self.claims)
     @rule(pick=PICK)
@@ -276,7 +418,7 @@ class StoreMachine(RuleBasedStateMachine):
             if effect.status in states.EFFECT_FINAL:
                 answer = Hand(self.store, holder).start(claim, effect.request)
                 assert isinstance(answer, RecordedEffect)
-                assert answer.status == effect.status
+                assert answer.status == ("succeeded" if effect.said == "applied" else effect.status)
 
     @precondition(lambda self: self.claims)
     @rule(
@@ -292,14 +434,7 @@ class StoreMachine(RuleBasedStateMachine):
         following = Hand(self.store, holder).finish(claim, outcome, effect=end, next_claim=further)
         self.late.append(claim)
         if following is not None:
-            ready = [
-                (run_id, position)
-                for run_id, run in self.runs.items()
-                if not run.cancelled and not run.ended
-                for position, state in enumerate(run.tasks)
-                if state == "ready"
-            ]
-            self.begin(holder, following, ready)
+            self.begin(holder, following, self.claimable())
 
     @precondition(lambda self: self.claims)
     @rule(pick=PICK, how=st.sampled_from(("succeeded", "failed", "requested")))
@@ -330,6 +465,7 @@ class StoreMachine(RuleBasedStateMachine):
             if effect is not None:
                 effect.status = "requested"
                 run.used += run.reserved.pop(effect.request.effect_id)
+                self.let_go(run)
             expected = "worker_lost" if attempt.lost >= run.deliveries else "ready"
         [outcome] = self.store.rescue(
             [(claim.fence.attempt_id, claim.fence.delivery)],
@@ -381,6 +517,10 @@ class StoreMachine(RuleBasedStateMachine):
             for effect in attempt.effects
         }
         assert recorded == modelled
+        holds = dict(rows(self.store, "SELECT attempt_id, hold FROM attempts WHERE hold IS NOT NULL"))
+        assert holds == {name: a.hold for name, a in self.attempts.items() if a.hold is not None}
+        over = dict(rows(self.store, "SELECT run_id, exceeded_json IS NOT NULL FROM run_budgets"))
+        assert over == {run_id: int(run.exceeded) for run_id, run in self.runs.items()}
 
     @invariant()
     def one_live_attempt_per_task(self) -> None:
@@ -439,7 +579,8 @@ def test_long_walks(seed: int) -> None:
 
     def start() -> None:
         how = chance.choice(("succeeded", "failed"))
-        machine.start(pick(), chance.choice(IDEMPOTENCY), chance.choice(CLASSES), chance.randint(0, 3), how)
+        ask = chance.random() < 0.2
+        machine.start(pick(), chance.choice(IDEMPOTENCY), chance.choice(CLASSES), chance.randint(0, 3), how, ask)
 
     moves: list[tuple[int, Callable[[], object], Callable[[], object]]] = [
         (8, start, lambda: machine.claims),
@@ -467,6 +608,13 @@ def test_long_walks(seed: int) -> None:
             2,
             lambda: machine.act_too_late(pick(), chance.choice(("finish", "start", "release", "rescue"))),
             lambda: machine.late,
+        ),
+        (3, lambda: machine.decide(pick(), chance.random() < 0.7), machine.asked),
+        (3, lambda: machine.reconcile(pick(), chance.choice(("applied", "not_applied"))), machine.unclear),
+        (
+            3,
+            lambda: machine.let_in(pick()),
+            lambda: any(attempt.hold == "place" for attempt in machine.attempts.values()),
         ),
         (1, lambda: machine.create(4, chance.randint(0, 6), chance.randint(1, 3)), lambda: len(machine.runs) < 4),
         (1, lambda: machine.cancel(pick()), lambda: len(machine.late) > 12 and machine.alive()),

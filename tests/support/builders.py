@@ -12,7 +12,9 @@ from agentctl.store.clock import Clock
 from agentctl.store.engine import Store
 from agentctl.store.process_identity import current
 from agentctl.store.records import (
+    ApprovalAsk,
     AttemptEnd,
+    AttemptHeld,
     Batch,
     Claim,
     EffectEnd,
@@ -67,6 +69,7 @@ def effect_request(
     effect_class: str = "external_mutate",
     estimate: Mapping[str, int] | None = None,
     value: object = "x",
+    ask: bool = False,
 ) -> EffectRequest:
     """The effect `ordinal` of a claimed attempt, with the identity of contract 5.1."""
     text = canonical({"value": value})
@@ -83,6 +86,7 @@ def effect_request(
         input_json=text,
         expected_json="{}",
         estimate=dict(estimate or {}),
+        approval=ApprovalAsk("the test asks", operation, "demo", text) if ask else None,
     )
 
 
@@ -132,7 +136,7 @@ class Hand:
 
     def start(
         self, claim: Claim, request: EffectRequest, previous: EffectEnd | None = None
-    ) -> StartedEffect | RecordedEffect | StartRefused:
+    ) -> StartedEffect | RecordedEffect | StartRefused | AttemptHeld:
         """Start an effect, after the end of the previous one."""
         return self.store.start_effect(claim.fence, request, previous=previous, task_id=claim.task_id)
 
@@ -215,7 +219,7 @@ class Driver:
             batch.changes.append([done.position, "waiting_for_effect", done.number, None, "uncertain_effect"])
             return
         batch.closed.append(done.attempt_id)
-        if done.outcome == "failed" and retry:
+        if done.outcome == "failed" and retry and not rejected(done):
             batch.waits.append(("retry_scheduled", self.store.clock.now() + 1000, done.error_json, done.position))
             batch.changes.append([done.position, "retry_scheduled", done.number, None, "failed"])
             return
@@ -230,6 +234,11 @@ class Driver:
     def end(self, state: str, reason: str | None = None, *, stop: str | None = None) -> list[tuple[int, str, str]]:
         """End the run, or pause it."""
         return self.write(Batch(stop=stop, run_state=state, run_reason=reason))
+
+
+def rejected(done: FinishedAttempt) -> bool:
+    """Whether a person did not want it; then no retry follows."""
+    return "approval_rejected" in (done.error_json or "")
 
 
 def refresh(store: Store, run: Run | str) -> Run:
