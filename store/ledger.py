@@ -145,7 +145,7 @@ def _clear_holds(tx: Connection, run_id: str) -> None:
             return
         holds.let_go(tx, attempt_id, "budget")
         if found is not None:
-            return
+            continue
         for dimension, units in wanted.items():
             if dimension in lines:
                 limit, used, reserved = lines[dimension]

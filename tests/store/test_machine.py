@@ -234,7 +234,7 @@ class StoreMachine(RuleBasedStateMachine):
                 return
             attempt.hold = "place"
             if never:
-                return
+                continue
             taken += attempt.needs
 
     def begin(self, holder: str, claim: Claim, ready: list[tuple[str, int]]) -> None:

@@ -24,6 +24,9 @@ TABLES = [
     "budget_reservations",
     "checkpoints",
     "audit_events",
+    "approvals",
+    "effect_reconciliations",
+    "tool_calls",
 ]
 
 
