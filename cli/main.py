@@ -221,6 +221,7 @@ def run(arguments: Sequence[str] | None = None) -> None:
     code = _execute(given)
     # All has been said; an interrupt while the interpreter ends would only make noise.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
     sys.exit(_end_output(code))
 
 

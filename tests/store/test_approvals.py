@@ -50,7 +50,7 @@ def pause(driver: Driver) -> None:
 
 
 def test_the_question_the_effect_and_the_task_are_one(store: Store) -> None:
-    _, claim, request, approval_id = asked(store)
+    _, claim, request, _approval_id = asked(store)
     assert effect(store, request.effect_id)["status"] == "waiting_for_approval"
     assert effect(store, request.effect_id)["dispatches"] == 0
     held = attempt(store, claim.fence.attempt_id)
@@ -143,7 +143,7 @@ def test_a_run_that_is_being_cancelled_takes_no_answer(store: Store) -> None:
 
 def test_a_batch_that_was_decided_before_the_answer_is_refused(store: Store) -> None:
     """Else the driver would pause a run that can move, and it would stay so for ever."""
-    driver, _, _, approval_id = asked(store)
+    _driver, _, _, approval_id = asked(store)
     revision = store.run_head("run-1")[1]
     store.resolve_approval(approval_id, approve=True, actor="ann", reason="")
     assert store.run_head("run-1")[1] == revision + 1

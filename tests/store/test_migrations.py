@@ -11,7 +11,7 @@ from agentctl.store.clock import SystemClock
 from agentctl.store.engine import Store
 from agentctl.store.errors import CorruptStore
 from support.builders import Driver, Hand, effect_request, new_run
-from support.rows import attempt, check_chains, rows, scalar, task_state
+from support.rows import attempt, rows, scalar, task_state
 
 SCHEMA_1 = """
 INSERT INTO runs (run_id, runtime_state_version, plan_format_version, workflow_name, workflow_digest, plan_digest, mode,

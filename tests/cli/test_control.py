@@ -1,0 +1,402 @@
+"""Approvals, reconciliation, budgets, pause, deadlines: what a person and the real program do together."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+import signal
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from support.children import wait_until
+from support.field import Field, bound
+
+
+@pytest.fixture
+def field(tmp_path: Path) -> Iterator[Field]:
+    made = Field(tmp_path)
+    made.lease(5, 1)
+    yield made
+    made.close()
+
+
+def sh(script: str, **more: Any) -> dict[str, Any]:
+    return {"kind": "builtin.shell.exec", "command": "sh", "args": ["-c", script], **more}
+
+
+GATED = {"policy": {"processAllowlist": ["tick", "sh"], "writableRoots": ["out"]}}
+
+
+def pending(field: Field, run_id: str) -> list[str]:
+    found = field.json("approvals", "list", run_id).data["approvals"]
+    return [item["approvalId"] for item in found]
+
+
+def run_of(field: Field) -> str:
+    return str(field.scalar("SELECT run_id FROM runs"))
+
+
+# -- approvals ---------------------------------------------------------------------------------------------------
+
+
+def test_a_run_pauses_for_an_approval_and_goes_on_after_it(field: Field) -> None:
+    file = field.workflow("gate", [field.tick_task("a", idempotent=False)], **GATED)
+    result = field.json("run", file)
+    assert (result.code, result.data["state"], result.data["reason"]) == (3, "paused", "approval_required")
+    run_id = result.data["runId"]
+    [approval] = field.json("approvals", "list").data["approvals"]
+    assert approval["taskId"] == "a"
+    assert approval["capability"] == "process.exec"
+    status = field.json("status", run_id).data
+    assert [item["why"] for item in status["waiting"]] == ["approval"]
+    assert status["pendingApprovals"] == [approval]
+    assert field.labels() == []
+    assert field.workers() == [], "nobody waits for a person"
+    resolution = field.json("approvals", "approve", approval["approvalId"][:14], "--actor", "ann", "--reason", "ok")
+    assert resolution.data["status"] == "approved"
+    again = field.json("approvals", "reject", approval["approvalId"])
+    assert (again.code, again.error["code"]) == (5, "conflict")
+    assert "ann" in again.error["message"]
+    assert field.json("resume", run_id).code == 0
+    assert field.labels() == ["a"]
+    [decided] = field.json("approvals", "list", run_id, "--all").data["approvals"]
+    assert (decided["status"], decided["resolvedBy"], decided["resolutionReason"]) == ("approved", "ann", "ok")
+    field.check_clean_end()
+
+
+def test_one_answer_lets_one_task_go_on_while_others_wait(field: Field) -> None:
+    tasks = [field.tick_task(name, idempotent=False) for name in ("a", "b")]
+    file = field.workflow("gate", tasks, **GATED)
+    pool = field.pool(2)
+    run_id = field.submit(file)
+    wait_until(lambda: len(pending(field, run_id)) == 2, "two questions")
+    wait_until(lambda: field.json("status", run_id).data["state"] == "paused", "the run pauses")
+    by_task = {item["taskId"]: item["approvalId"] for item in field.json("approvals", "list").data["approvals"]}
+    assert field.json("approvals", "approve", by_task["b"]).code == 0
+    wait_until(lambda: field.labels() == ["b"], "a live coordinator goes on by itself")
+    assert field.json("approvals", "reject", by_task["a"], "--reason", "no").code == 0
+    outcome = field.json("wait", run_id)
+    assert (outcome.code, outcome.data["state"]) == (4, "failed")
+    assert outcome.data["error"]["code"] == "approval_rejected"
+    assert field.labels() == ["b"]
+    field.check_clean_end(drained=[pool])
+
+
+@pytest.mark.parametrize("mode", ["deny_approval", "fail"])
+def test_where_nobody_can_be_asked_it_is_denied(field: Field, mode: str) -> None:
+    policy = {**GATED["policy"], "nonInteractive": mode}
+    file = field.workflow("gate", [field.tick_task("a", idempotent=False)], policy=policy)
+    result = field.json("run", file)
+    assert (result.code, result.data["error"]["code"]) == (4, "policy_denied")
+    assert field.labels() == []
+    assert field.json("run", file, "--interactive").code == 3, "there is no terminal"
+
+
+def test_a_run_that_waits_for_an_approval_can_be_cancelled(field: Field) -> None:
+    file = field.workflow("gate", [field.tick_task("a", idempotent=False)], **GATED)
+    run_id = field.json("run", file).data["runId"]
+    assert field.json("cancel", run_id).data == {"runId": run_id, "requested": True, "state": "cancelled"}
+    assert field.scalar("SELECT status FROM approvals") == "cancelled"
+    assert field.json("cancel", run_id).data["requested"] is False
+    field.check_clean_end()
+
+
+def test_answers_do_not_pass_the_limit_of_places(field: Field) -> None:
+    """`maxConcurrency` 1 holds for tasks that were approved together, too."""
+    count = 4
+    tasks = [field.tick_fan("a", count, 0.2, idempotent=False)]
+    file = field.workflow("gate", tasks, concurrency=1, **GATED)
+    pool = field.pool(4)
+    run_id = field.submit(file)
+    wait_until(lambda: len(pending(field, run_id)) == count, "all questions: nobody holds a place while it waits")
+    for approval in pending(field, run_id):
+        assert field.json("approvals", "approve", approval).code == 0
+    assert field.json("wait", run_id).code == 0
+    times = [line.time for line in field.lines()]
+    assert len(times) == count
+    assert all(later - earlier >= 0.19 for earlier, later in itertools.pairwise(times)), times
+    field.check_clean_end(drained=[pool])
+
+
+# -- reconciliation ----------------------------------------------------------------------------------------------
+
+
+def uncertain(field: Field, **more: Any) -> tuple[str, str]:
+    """A run with an effect that ran out of time: (run, effect)."""
+    task = field.tick_task("a", 60, idempotent=False, timeoutSeconds=1)
+    after = {"id": "b", "uses": "action:say", "needs": ["a"], "with": {"got": "${{ tasks.a.output }}"}}
+    say = {"say": {"kind": "builtin.assign"}}
+    file = field.workflow("unclear", [task, after], actions=say, outputs={"b": "${{ tasks.b.output.output }}"}, **more)
+    result = field.json("run", file)
+    assert (result.code, result.data["reason"]) == (3, "uncertain_effect")
+    [effect] = field.json("effects", "list", "--uncertain").data["effects"]
+    return result.data["runId"], effect["request"]["id"]
+
+
+def said(field: Field, effect: str, *options: str) -> Any:
+    return field.json("effects", "reconcile", effect, "--actor", "ann", "--reason", "looked", *options)
+
+
+def test_an_applied_effect_gives_its_result_to_the_same_attempt(field: Field) -> None:
+    run_id, effect = uncertain(field)
+    field.text("result.json", '{"exitCode": 0, "stdout": "by hand"}')
+    field.text("schema.json", '{"type": "object", "required": ["exitCode"]}')
+    field.text("bad.json", '{"stdout": 1}')
+    refused = said(
+        field, effect, "--status", "applied", "--result-file", "bad.json", "--result-schema-file", "schema.json"
+    )
+    assert (refused.code, refused.error["code"]) == (2, "usage")
+    assert said(field, effect, "--status", "applied").code == 2
+    result = said(
+        field, effect[:10], "--status", "applied", "--result-file", "result.json", "--result-schema-file", "schema.json"
+    )
+    assert result.code == 0, result.err
+    assert result.data["evidence"] == {"kind": "operator_statement", "statement": "looked"}
+    assert result.data["authorization"]["kind"] == "policy_allow"
+    assert field.json("effects", "list", "--uncertain").data["effects"] == []
+    outcome = field.json("resume", run_id)
+    assert (outcome.code, outcome.data["output"]) == (0, {"b": {"got": {"exitCode": 0, "stdout": "by hand"}}})
+    assert field.labels() == ["a"], "it was not sent again"
+    assert field.tasks(run_id)["a"] == ("succeeded", 1, 1)
+    inspection = field.json("effects", "inspect", effect).data
+    assert inspection["effect"]["status"] == "uncertain", "its own row never changes"
+    assert inspection["effectiveReconciliation"]["status"] == "applied"
+    again = said(field, effect, "--status", "not-applied")
+    assert (again.code, again.error["code"]) == (5, "conflict")
+    assert field.scalar("SELECT actor FROM audit_events WHERE event_type = 'effect.reconciled'") == "ann"
+
+
+def test_an_effect_that_was_not_applied_gets_a_fresh_attempt(field: Field) -> None:
+    run_id, effect = uncertain(field)
+    field.tool("tick", "#!/bin/sh\necho x x 1 >> $1\n")
+    assert said(field, effect, "--status", "not-applied").code == 0
+    outcome = field.json("resume", run_id)
+    assert outcome.code == 0, outcome.out
+    assert len(field.lines()) == 2
+    assert field.tasks(run_id)["a"] == ("succeeded", 2, 1), "beyond retry.maxAttempts"
+    ids = [row[0] for row in field.rows("SELECT effect_id FROM effects WHERE task_id = 'a'")]
+    assert len(set(ids)) == 2
+
+
+def test_the_policy_of_the_run_decides_who_may_reconcile(field: Field) -> None:
+    policy = {**GATED["policy"]}
+    task = field.tick_task("a", 60, idempotent=False, timeoutSeconds=1)
+    file = field.workflow("unclear", [task], policy=policy)
+    run_id = field.json("run", file).data["runId"]
+    field.json("approvals", "approve", pending(field, run_id)[0])
+    assert field.json("resume", run_id).data["reason"] == "uncertain_effect"
+    effect = field.scalar("SELECT effect_id FROM effects")
+    refused = said(field, effect, "--status", "not-applied")
+    assert (refused.code, refused.error["code"]) == (3, "blocked")
+    field.text("proof.json", '{"ticket": 7}')
+    allowed = said(field, effect, "--status", "not-applied", "--approved", "--evidence-file", "proof.json")
+    assert allowed.data["authorization"] == {"kind": "explicit_operator_approval", "actor": "ann", "reason": "looked"}
+    assert allowed.data["evidence"] == {"ticket": 7}
+    # A fresh attempt is a fresh action: it asks again.
+    assert field.json("resume", run_id).data["reason"] == "approval_required"
+    assert len(field.lines()) == 1
+
+
+def test_what_is_in_flight_or_confirmed_cannot_be_called_unclear(field: Field) -> None:
+    file = field.workflow("slow", [field.tick_task("a", 3, idempotent=False)])
+    pool = field.pool(1)
+    run_id = field.submit(file)
+    field.busy(run_id)
+    effect = field.scalar("SELECT effect_id FROM effects")
+    refused = said(field, effect, "--status", "not-applied")
+    assert (refused.code, refused.error["code"]) == (5, "conflict")
+    assert "in flight" in refused.error["message"]
+    assert field.json("wait", run_id).code == 0
+    assert "succeeded" in said(field, effect, "--status", "not-applied").error["message"]
+    assert said(field, effect, "--status", "compensated", "--compensation-effect", effect).code == 5
+    field.check_clean_end(drained=[pool])
+
+
+# -- budgets -----------------------------------------------------------------------------------------------------
+
+
+def printing(field: Field, count: int, limit: int, budget: int, text: str = "x", **spec: Any) -> str:
+    """`count` tasks that may print `limit` bytes each and print one; the run may print `budget`."""
+    each = {
+        "id": "p",
+        "uses": "action:print",
+        "foreach": {"items": list(range(count)), "maxItems": max(count, 1)},
+        "with": {"args": ["-c", f'printf {text}; echo "$AGENTCTL_EFFECT_ID p 0" >> "$0"', str(field.ledger)]},
+        "failure": "continue",
+    }
+    action = {"kind": "builtin.shell.exec", "command": "sh", "combinedOutputLimitBytes": limit}
+    runtime = {"maxConcurrency": 8, "budgets": {"maxProcessOutputBytes": budget}}
+    return field.workflow("print", [each], actions={"print": action}, runtime=runtime, **spec)
+
+
+def test_units_that_others_hold_are_waited_for(field: Field) -> None:
+    """Twenty tasks that reserve 10 and use 1: all of them fit one after the other into 30."""
+    result = field.json("run", printing(field, 20, 10, 30), "--workers", "4")
+    assert result.code == 0, result.out
+    budget = field.json("inspect", result.data["runId"]).data["budget"]
+    assert budget["limits"] == {"processOutputBytes": 30}
+    assert (budget["usage"]["processOutputBytes"], budget["reserved"]["processOutputBytes"]) == (20, 0)
+    assert budget["exceeded"] is None
+    assert len(field.lines()) == 20
+    field.check_clean_end()
+
+
+def test_what_can_never_fit_is_denied_and_stops_the_run(field: Field) -> None:
+    result = field.json("run", printing(field, 100, 1, 10), "--workers", "4")
+    assert (result.code, result.data["state"], result.data["reason"]) == (4, "failed", "budget_exceeded")
+    assert len(field.lines()) == 10
+    data = field.json("inspect", result.data["runId"]).data
+    assert data["budget"]["exceeded"] == {"dimension": "processOutputBytes", "limit": 10, "attempted": 11}
+    assert data["budget"]["usage"]["processOutputBytes"] == 10
+    states = [task["state"] for task in data["tasks"]]
+    assert states.count("succeeded") == 10
+    assert "running" not in states
+    assert "ready" not in states
+    denied = [effect for effect in data["effects"] if effect["status"] == "requested"]
+    assert denied
+    assert all(effect["attemptNumber"] == 0 for effect in denied)
+    assert any(event["eventType"] == "budget.exceeded" for event in data["audit"])
+    field.check_clean_end()
+
+
+def test_an_unclear_effect_keeps_its_units_until_it_is_reconciled(field: Field) -> None:
+    slow = {"kind": "builtin.shell.exec", "command": "sh", "args": ["-c", "sleep 60"], "combinedOutputLimitBytes": 6,
+            "timeoutSeconds": 1}  # fmt: skip
+    quick = {**slow, "args": ["-c", "printf x"]}
+    tasks = [{"id": "a", "uses": "action:slow"}, {"id": "b", "uses": "action:quick"}]
+    runtime = {"maxConcurrency": 1, "budgets": {"maxProcessOutputBytes": 10}}
+    file = field.workflow("held", tasks, actions={"slow": slow, "quick": quick}, runtime=runtime)
+    result = field.json("run", file)
+    assert (result.code, result.data["reason"]) == (3, "uncertain_effect")
+    run_id = result.data["runId"]
+    status = field.json("status", run_id).data
+    assert status["budget"]["reserved"]["processOutputBytes"] == 6
+    assert {item["taskId"]: item["why"] for item in status["waiting"]}["b"] in ("budget", "paused")
+    effect = field.scalar("SELECT effect_id FROM effects WHERE status = 'uncertain'")
+    field.text("result.json", "{}")
+    assert said(field, effect, "--status", "applied", "--result-file", "result.json").code == 0
+    outcome = field.json("resume", run_id)
+    # The estimate counts as used: 6, and beside it the 6 of `b` can never fit into 10.
+    assert (outcome.code, outcome.data["reason"]) == (4, "budget_exceeded")
+
+
+def test_units_of_what_did_not_happen_come_back(field: Field) -> None:
+    run_id, effect = uncertain(field, runtime={"budgets": {"maxProcessOutputBytes": 3 << 20}})
+    field.tool("tick", "#!/bin/sh\nexit 0\n")
+    assert said(field, effect, "--status", "not-applied").code == 0
+    assert field.json("inspect", run_id).data["budget"]["reserved"]["processOutputBytes"] == 0
+    assert field.json("resume", run_id).code == 0
+    field.check_clean_end(uncertain=True)
+
+
+def test_wall_time_counts_from_creation_and_ends_what_runs(field: Field) -> None:
+    tasks = [field.tick_task("a", 60, idempotent=False), {"id": "b", "uses": "action:tick-n", "needs": ["a"]}]
+    file = field.workflow("late", tasks, runtime={"maxConcurrency": 2, "budgets": {"maxWallTimeSeconds": 2}})
+    result = field.json("run", file)
+    assert (result.code, result.data["reason"]) == (4, "deadline_exceeded")
+    assert result.seconds < bound(12)
+    data = field.json("inspect", result.data["runId"]).data
+    assert {task["taskId"]: task["state"] for task in data["tasks"]} == {"a": "failed", "b": "cancelled"}
+    assert [effect["status"] for effect in data["effects"]] == ["uncertain"]
+    assert data["budget"]["exceeded"]["dimension"] == "wallTimeSeconds"
+    assert field.effect_processes() == {}
+
+
+def test_a_paused_run_runs_out_of_time_all_the_same(field: Field) -> None:
+    runtime = {"budgets": {"maxWallTimeSeconds": 2}}
+    file = field.workflow("gate", [field.tick_task("a", idempotent=False)], runtime=runtime, **GATED)
+    pool = field.pool(1)
+    run_id = field.submit(file)
+    wait_until(lambda: field.json("status", run_id).data["state"] == "paused", "it waits for a person")
+    wait_until(lambda: field.json("status", run_id).data["state"] == "failed", "it ends without one")
+    assert field.json("status", run_id).data["reason"] == "deadline_exceeded"
+    assert field.labels() == []
+    field.check_clean_end(drained=[pool])
+
+
+# -- pause, timeout, signals -------------------------------------------------------------------------------------
+
+
+def test_a_paused_run_finishes_what_runs_and_starts_nothing(field: Field) -> None:
+    file = field.workflow("many", [field.tick_fan("a", 12, 0.5, idempotent=False)], concurrency=8)
+    pool = field.pool(2)
+    run_id = field.submit(file)
+    field.busy(run_id)
+    assert field.json("pause", run_id, "--reason", "lunch").code == 0
+    wait_until(lambda: field.json("status", run_id).data["state"] == "paused", "the run pauses")
+    status = field.json("status", run_id).data
+    assert status["reason"] == "paused_by_operator"
+    assert status["running"] == []
+    done = len(field.lines())
+    assert 0 < done < 12
+    assert field.rows("SELECT 1 FROM tasks WHERE state = 'running'") == []
+    assert status["taskCounts"]["succeeded"] == done
+    assert field.json("pause", run_id).data["state"] == "paused", "twice"
+    other = field.json("run", field.workflow("other", [field.tick_task("x", idempotent=False)]))
+    assert other.code == 0, "it holds no worker"
+    assert field.json("resume", run_id).code == 0
+    assert len(field.lines()) == 13
+    assert field.json("pause", run_id).code == 4
+    field.check_clean_end(drained=[pool])
+
+
+def test_resume_takes_back_a_request_to_pause(field: Field) -> None:
+    file = field.workflow("many", [field.tick_fan("a", 4, 1.0, idempotent=False)], concurrency=1)
+    pool = field.pool(1)
+    run_id = field.submit(file)
+    field.busy(run_id)
+    field.json("pause", run_id)
+    assert field.json("resume", run_id).code == 0
+    assert len(field.lines()) == 4
+    field.check_clean_end(drained=[pool])
+
+
+def test_pause_works_with_nobody_alive(field: Field) -> None:
+    run_id = field.submit(field.workflow("one", [field.tick_task("a", idempotent=False)]))
+    assert field.json("pause", run_id).data == {"runId": run_id, "state": "paused", "reason": "paused_by_operator"}
+    assert field.json("resume", run_id).code == 0
+    assert field.labels() == ["a"]
+
+
+def test_an_overall_timeout_cancels_the_run(field: Field) -> None:
+    file = field.workflow("slow", [field.tick_task("a", 60, idempotent=False)])
+    result = field.json("run", file, "--timeout-seconds", "1.5")
+    assert (result.code, result.data["state"], result.data["reason"]) == (130, "cancelled", "cancel_requested")
+    assert result.seconds < bound(12)
+    assert field.effect_processes() == {}
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("times", [1, 2, 5])
+def test_signals_once_and_again(field: Field, number: int, times: int) -> None:
+    file = field.workflow("slow", [field.tick_task("a", 60, idempotent=False)])
+    process = field.start("run", file, "--output", "json")
+    wait_until(lambda: bool(field.lines()), "it runs")
+    for _ in range(times):
+        process.signal(number)
+        time.sleep(0.02)
+    result = process.wait(20)
+    assert (result.code, result.data["state"]) == (130, "cancelled")
+    assert field.effect_processes() == {}
+    assert field.rows("SELECT status FROM effects") == [("uncertain",)]
+    field.check_clean_end(uncertain=True)
+
+
+def test_the_small_examples(field: Field) -> None:
+    examples = Path(__file__).resolve().parents[2] / "ops" / "examples"
+    result = field.json("run", str(examples / "approval.yaml"), "--workspace", str(field.folder))
+    assert (result.code, result.data["reason"]) == (3, "approval_required")
+    target = field.folder / "artifacts" / "approved.txt"
+    assert not target.exists()
+    run_id = result.data["runId"]
+    assert field.json("approvals", "approve", pending(field, run_id)[0]).code == 0
+    assert field.json("resume", run_id).code == 0
+    assert target.read_text() == "approval was durable"
+    result = field.json("run", str(examples / "budget.yaml"), "--workspace", str(field.folder))
+    assert (result.code, result.data["reason"]) == (4, "budget_exceeded")
+    assert os.path.exists(field.database)
+    assert json.loads(json.dumps(result.data))["state"] == "failed"
