@@ -295,7 +295,7 @@ def test_units_of_what_did_not_happen_come_back(field: Field) -> None:
 
 def test_wall_time_counts_from_creation_and_ends_what_runs(field: Field) -> None:
     tasks = [field.tick_task("a", 60, idempotent=False), {"id": "b", "uses": "action:tick-n", "needs": ["a"]}]
-    file = field.workflow("late", tasks, runtime={"maxConcurrency": 2, "budgets": {"maxWallTimeSeconds": 2}})
+    file = field.workflow("late", tasks, runtime={"maxConcurrency": 2, "budgets": {"maxWallTimeSeconds": 4}})
     result = field.json("run", file)
     assert (result.code, result.data["reason"]) == (4, "deadline_exceeded")
     assert result.seconds < bound(12)

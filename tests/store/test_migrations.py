@@ -33,7 +33,8 @@ INSERT INTO attempts (attempt_id, run_id, task_no, task_id, number, state, timeo
 DELETE FROM attempts WHERE attempt_id = 12;
 INSERT INTO effects (effect_id, format_version, run_id, task_id, attempt_id, attempt, ordinal, operation, effect_class,
     risk, idempotency, idempotency_key, input_digest, input_json, expected_json, trace_id, status, dispatches,
-    requested_at, started_at) VALUES ('e1', 1, 'run-1', 't1', 8, 1, 1, 'demo', 'external_mutate', 'low', 'unknown', 'e1',
+    requested_at, started_at)
+    VALUES ('e1', 1, 'run-1', 't1', 8, 1, 1, 'demo', 'external_mutate', 'low', 'unknown', 'e1',
     'd', '{}', '{}', 't', 'started', 1, 1, 1);
 """
 
