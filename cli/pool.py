@@ -20,6 +20,7 @@ from agentctl.store.clock import SystemClock, SystemIds
 from agentctl.store.engine import Store
 from agentctl.store.errors import EnvironmentFault, NotFoundError
 from agentctl.store.faults import Faults
+from agentctl.store.gate import yield_gently
 from agentctl.store.process_identity import Liveness, ProcessIdentity
 from agentctl.store.records import ProcessRow, Run
 from agentctl.store.timing import Timing
@@ -101,6 +102,7 @@ class _Foreground:
         plan: Plan | None,
     ) -> None:
         clean_environment()
+        yield_gently()
         self._stop = StopSignal()
         self._clock = SystemClock()
         self._ids = SystemIds(self._clock)
@@ -243,6 +245,7 @@ def start_workers(path: Path, *, count: int, name: str | None, coordinator: bool
 class _Pool:
     def __init__(self, path: Path, count: int, name: str | None, coordinator: bool, drain_seconds: float) -> None:
         clean_environment()
+        yield_gently()
         self._stop = StopSignal()
         self._clock = SystemClock()
         self._ids = SystemIds(self._clock)

@@ -23,6 +23,7 @@ from agentctl.store.database import SyncFailed
 from agentctl.store.engine import Store, own_rss
 from agentctl.store.errors import AgentctlError, LeaseLost
 from agentctl.store.faults import Faults
+from agentctl.store.gate import yield_gently
 from agentctl.store.records import Claim, ProcessRow
 from agentctl.store.timing import Timing
 
@@ -89,6 +90,7 @@ class Worker:
         if os.getsid(0) != os.getpid():
             os.setsid()
         become_subreaper()
+        yield_gently()
         self._store = Store(config.path, clock)
         now = clock.now()
         self._store.register(
