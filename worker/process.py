@@ -148,6 +148,7 @@ class Worker:
         if claim is not None:
             self._give_back(claim)
         self._watch.park()
+        self._beat()  # the counts of what was done since the last heartbeat
         self._store.set_process_state(self._config.process_id, "stopped", durable=True)
         self._listener.close()
         self._store.wakes.forget(self._config.process_id)
