@@ -21,12 +21,14 @@ from .errors import NotFoundError
 from .records import (
     AttemptEnd,
     Batch,
+    Candidate,
     Claim,
     EffectEnd,
     EffectRequest,
     Event,
     Fence,
     FinishedAttempt,
+    Following,
     LiveAttempt,
     NewRun,
     ProcessRow,
@@ -266,11 +268,16 @@ class Store:
         Raises `LeaseLost`, `ConflictError` (see `effects.start`) and `SyncFailed`, after which nothing is dispatched.
         """
         now = self.clock.now()
-        harmless = previous is None and not request.estimate and request.effect_class in LEAVES_NO_TRACE
+        harmless = previous is None and _leaves_no_trace(request)
         with self.database.write(durable=not harmless) as tx:
             answer, run_id, events = effects.start(tx, fence, request, previous=previous, now=now)
             audit.append(tx, run_id, events, actor=fence.holder, now=now)
         return answer
+
+    def peek(self, only_run: str | None, *, skip: int) -> Candidate | None:
+        """What a claim would probably take, after `skip` others; takes no lock and promises nothing."""
+        with self.database.read() as tx:
+            return task_queue.peek(tx, only_run, skip=skip)
 
     def finish(
         self,
@@ -281,27 +288,52 @@ class Store:
         next_claim: bool,
         only_run: str | None,
         lease_ms: int,
-    ) -> tuple[Claim | None, str | None]:
+        ahead: tuple[Candidate, EffectRequest] | None = None,
+    ) -> tuple[Following | None, str | None]:
         """Confirm the last effect, finish the attempt and claim the next one: one transaction (architecture 4, step 7).
 
-        Returns (next claim, driver of the finished run). It becomes durable with the next start, or before the worker
+        With `ahead`, an attempt for which the worker has prepared, that one is claimed and its effect started in the
+        same transaction; if somebody else was faster, whatever comes next is claimed, and its effect not yet started.
+
+        Returns (what follows, driver of the finished run). It becomes durable with the next start, or before the worker
         rests: until then a power cut may undo it, and the effect is then `started` and unconfirmed, as it was.
-        Raises `LeaseLost`, with nothing changed, when the delivery is over.
+        Raises `LeaseLost`, with nothing changed, when the delivery is over, and `SyncFailed` like `start_effect`.
         """
         now = self.clock.now()
-        with self.database.write(durable=not next_claim) as tx:
+        sync = not next_claim
+        following: Following | None = None
+        with self.database.write() as tx:
             events: list[Event] = []
             if effect is not None:
                 events.append(effects.end(tx, claim.run_id, claim.task_id, effect, now=now))
             task_queue.finish(tx, claim.fence, end, now=now)
-            following = None
-            if next_claim:
-                following = self._claim(tx, claim.fence.holder, only_run, lease_ms, now, claim.run_id, events)
+            if next_claim and ahead is not None:
+                taken = self._claim(tx, claim.fence.holder, only_run, lease_ms, now, claim.run_id, events, ahead[0])
+                if taken is not None:
+                    answer, run_id, started = effects.start(tx, taken.fence, ahead[1], previous=None, now=now)
+                    self._record(tx, run_id, claim.run_id, started, events, taken.fence.holder, now)
+                    following = Following(taken, answer)
+                    sync = not _leaves_no_trace(ahead[1])
+            if next_claim and following is None:
+                taken = self._claim(tx, claim.fence.holder, only_run, lease_ms, now, claim.run_id, events)
+                following = None if taken is None else Following(taken)
             if events:
                 driver = audit.append(tx, claim.run_id, events, actor=claim.fence.holder, now=now)
             else:
                 driver = runs.head(tx, claim.run_id)[2]
+        if sync:
+            self.database.sync()
         return following, driver
+
+    @staticmethod
+    def _record(
+        tx: Connection, run_id: str, own_run: str | None, new: list[Event], own: list[Event], actor: str, now: int
+    ) -> None:
+        """Events of the transaction's own run are gathered, so that its row is written once; others go out at once."""
+        if run_id == own_run:
+            own.extend(new)
+        else:
+            audit.append(tx, run_id, new, actor=actor, now=now)
 
     def _claim(
         self,
@@ -312,15 +344,15 @@ class Store:
         now: int,
         run_id: str | None,
         events: list[Event],
+        exactly: Candidate | None = None,
     ) -> Claim | None:
         """Claim; the event goes to `events` if it is one of `run_id`, else it is written at once."""
         claimed: list[tuple[str, Event]] = []
-        following = task_queue.claim(tx, holder, only_run=only_run, lease_ms=lease_ms, now=now, events=claimed)
+        following = task_queue.claim(
+            tx, holder, only_run=only_run, lease_ms=lease_ms, now=now, events=claimed, exactly=exactly
+        )
         for claimed_run, event in claimed:
-            if claimed_run == run_id:
-                events.append(event)
-            else:
-                audit.append(tx, claimed_run, [event], actor=holder, now=now)
+            self._record(tx, claimed_run, run_id, [event], events, holder, now)
         return following
 
     def release(self, claim: Claim, *, effect: EffectEnd | None, reason: str) -> None:
@@ -447,6 +479,10 @@ class Store:
         raise NotFoundError(
             f"there is no live {kind} {name_or_id}", remedy="`agentctl workers list` shows who is there"
         )
+
+
+def _leaves_no_trace(request: EffectRequest) -> bool:
+    return not request.estimate and request.effect_class in LEAVES_NO_TRACE
 
 
 def own_rss() -> int:

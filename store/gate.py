@@ -169,7 +169,7 @@ class Gate:
 
 
 def yield_gently() -> None:
-    """Ask the kernel not to let this process preempt others when it wakes up (`SCHED_BATCH`; effects are not concerned).
+    """Ask the kernel not to let this process preempt others when it wakes up (`SCHED_BATCH`; its effects may).
 
     Who leaves the gate wakes the next in the queue. If that one preempts at once, which is the default, it takes the
     processor from somebody who may be about to enter or inside; measured with 8 workers on 2 processors, that made

@@ -157,7 +157,7 @@ class Hand:
         following, _ = self.store.finish(
             claim, end, effect=effect, next_claim=next_claim, only_run=only_run, lease_ms=LEASE_MS
         )
-        return following
+        return None if following is None else following.claim
 
 
 class Driver:
