@@ -69,12 +69,16 @@ def peek(tx: Connection, only_run: str | None, *, skip: int) -> Candidate | None
     row = (tx.execute(_NEXT_RUN) if only_run is None else tx.execute(_ONE_RUN, (only_run,))).fetchone()
     if row is None:
         return None
+    run_id, trace_id, others = row
     found = tx.execute(
-        "SELECT attempt_id, run_id, task_id, number, timeout_ms, input_json, delivery FROM attempts "
+        "SELECT attempt_id, task_id, number, timeout_ms, input_json, delivery FROM attempts "
         "WHERE queue = 'ready' AND run_id = ? ORDER BY task_no LIMIT 1 OFFSET ?",
-        (row[0], skip),
+        (run_id, skip),
     ).fetchone()
-    return None if found is None or found[6] > 0 else Candidate(*found[:6], trace_id=row[1], others=bool(row[2]))
+    if found is None or found[5] > 0:
+        return None
+    attempt_id, task_id, number, timeout_ms, input_json, _ = found
+    return Candidate(attempt_id, run_id, task_id, number, timeout_ms, input_json, trace_id, bool(others))
 
 
 def claim(
