@@ -205,9 +205,12 @@ class Store:
     def commit_batch(
         self, run: Run, batch: Batch, *, driver: str, epoch: int, revision: int
     ) -> list[tuple[int, str, str]]:
-        """Commit one batch (see `commits.commit_batch`), durably, and wake as many workers as it gives work to."""
+        """Commit one batch (see `commits.commit_batch`), durably, and wake as many workers as it gives work to.
+
+        They are called before the sync: whatever they start is on the disk only together with this commit.
+        """
         sleepers: list[str] = []
-        with self.database.write(durable=True) as tx:
+        with self.database.write() as tx:
             stopped = commits.commit_batch(
                 tx, run, batch, driver=driver, epoch=epoch, revision=revision, now=self.clock.now()
             )
@@ -215,6 +218,7 @@ class Store:
                 sleepers = processes.idle_workers(tx, len(batch.enqueues))
         for sleeper in sleepers:
             self.wakes.wake(sleeper)
+        self.database.sync()
         return stopped
 
     def wake_workers(self, limit: int = 1000) -> None:
@@ -245,17 +249,27 @@ class Store:
         with self.database.read() as tx:
             return task_queue.has_ready(tx, only_run)
 
-    def claim(self, holder: str, *, only_run: str | None, lease_ms: int, awake: bool) -> Claim | None:
-        """Claim the next attempt, or None. Not durable by itself: the start of its effect is.
+    def claim(
+        self,
+        holder: str,
+        *,
+        only_run: str | None,
+        lease_ms: int,
+        awake: bool,
+        ahead: tuple[Candidate, EffectRequest] | None = None,
+    ) -> Following | None:
+        """Claim the next attempt, or None; `ahead` as for `finish`. A claim is not durable, the start of its effect is.
 
         With `awake` the worker was idle, and its row says so no longer when it has got something.
         """
         now = self.clock.now()
         with self.database.write() as tx:
-            claimed = self._claim(tx, holder, only_run, lease_ms, now, None, [])
-            if awake and claimed is not None:
+            following = self._follow(tx, holder, only_run, lease_ms, now, None, [], ahead)
+            if awake and following is not None:
                 processes.set_state(tx, holder, "busy", now=now)
-        return claimed
+        if ahead is not None and following is not None and following.answer is not None:
+            self._sync_start(ahead[1])
+        return following
 
     def start_effect(
         self, fence: Fence, request: EffectRequest, *, previous: EffectEnd | None, task_id: str
@@ -300,30 +314,48 @@ class Store:
         Raises `LeaseLost`, with nothing changed, when the delivery is over, and `SyncFailed` like `start_effect`.
         """
         now = self.clock.now()
-        sync = not next_claim
         following: Following | None = None
-        with self.database.write() as tx:
+        with self.database.write(durable=not next_claim) as tx:
             events: list[Event] = []
             if effect is not None:
                 events.append(effects.end(tx, claim.run_id, claim.task_id, effect, now=now))
             task_queue.finish(tx, claim.fence, end, now=now)
-            if next_claim and ahead is not None:
-                taken = self._claim(tx, claim.fence.holder, only_run, lease_ms, now, claim.run_id, events, ahead[0])
-                if taken is not None:
-                    answer, run_id, started = effects.start(tx, taken.fence, ahead[1], previous=None, now=now)
-                    self._record(tx, run_id, claim.run_id, started, events, taken.fence.holder, now)
-                    following = Following(taken, answer)
-                    sync = not _leaves_no_trace(ahead[1])
-            if next_claim and following is None:
-                taken = self._claim(tx, claim.fence.holder, only_run, lease_ms, now, claim.run_id, events)
-                following = None if taken is None else Following(taken)
+            if next_claim:
+                holder = claim.fence.holder
+                following = self._follow(tx, holder, only_run, lease_ms, now, claim.run_id, events, ahead)
             if events:
                 driver = audit.append(tx, claim.run_id, events, actor=claim.fence.holder, now=now)
             else:
                 driver = runs.head(tx, claim.run_id)[2]
-        if sync:
-            self.database.sync()
+        if ahead is not None and following is not None and following.answer is not None:
+            self._sync_start(ahead[1])
         return following, driver
+
+    def _follow(
+        self,
+        tx: Connection,
+        holder: str,
+        only_run: str | None,
+        lease_ms: int,
+        now: int,
+        run_id: str | None,
+        events: list[Event],
+        ahead: tuple[Candidate, EffectRequest] | None,
+    ) -> Following | None:
+        """Claim what the worker has prepared for and start its effect, or else claim what comes next."""
+        if ahead is not None:
+            taken = self._claim(tx, holder, only_run, lease_ms, now, run_id, events, ahead[0])
+            if taken is not None:
+                answer, its_run, started = effects.start(tx, taken.fence, ahead[1], previous=None, now=now)
+                self._record(tx, its_run, run_id, started, events, holder, now)
+                return Following(taken, answer)
+        taken = self._claim(tx, holder, only_run, lease_ms, now, run_id, events)
+        return None if taken is None else Following(taken)
+
+    def _sync_start(self, request: EffectRequest) -> None:
+        """Make the start that was just committed durable, unless a power cut may undo it without harm."""
+        if not _leaves_no_trace(request):
+            self.database.sync()
 
     @staticmethod
     def _record(

@@ -24,7 +24,15 @@ from agentctl.store.engine import Store, own_rss
 from agentctl.store.errors import AgentctlError, LeaseLost
 from agentctl.store.faults import Faults
 from agentctl.store.gate import yield_gently
-from agentctl.store.records import Claim, EffectEnd, Following, ProcessRow, StartedEffect
+from agentctl.store.records import (
+    Candidate,
+    Claim,
+    EffectEnd,
+    EffectRequest,
+    Following,
+    ProcessRow,
+    StartedEffect,
+)
 from agentctl.store.timing import Timing
 
 from .attempt import AttemptRunner, Ending, Prepared
@@ -144,9 +152,8 @@ class Worker:
         idle = False
         while not self._draining():
             if following is None:
-                claim = self._claim(idle)
-                idle = idle and claim is None
-                following = None if claim is None else Following(claim)
+                following = self._claim(idle)
+                idle = idle and following is None
             if following is None:
                 idle = self._sleep(idle)
                 continue
@@ -165,18 +172,28 @@ class Worker:
     def _draining(self) -> bool:
         return self._watch.drain
 
-    def _claim(self, idle: bool) -> Claim | None:
-        if idle and not self._store.has_ready(self._config.only_run):
-            return None
-        claim = self._store.claim(
+    def _claim(self, idle: bool) -> Following | None:
+        """Claim something. An idle worker looks first, without the gate, and prepares for what it sees."""
+        self._ahead = None
+        if idle:
+            candidate = self._store.peek(self._config.only_run, skip=0)
+            if candidate is not None:
+                self._ahead = self._runner.prepare(candidate)
+            elif not self._store.has_ready(self._config.only_run):
+                return None
+        following = self._store.claim(
             self._config.process_id,
             only_run=self._config.only_run,
             lease_ms=self._timing.lease_ms,
             awake=idle or self._fresh,
+            ahead=self._prepared(),
         )
-        if claim is not None:
+        if following is not None:
             self._fresh = False
-        return claim
+        return following
+
+    def _prepared(self) -> tuple[Candidate, EffectRequest] | None:
+        return None if self._ahead is None else (self._ahead.candidate, self._ahead.request)
 
     def _execute(self, current: Following) -> Following | None:
         """Run one delivery and finish it; returns what follows if there is something."""
@@ -221,7 +238,7 @@ class Worker:
             next_claim=next_claim,
             only_run=self._config.only_run,
             lease_ms=self._timing.lease_ms,
-            ahead=None if self._ahead is None else (self._ahead.candidate, self._ahead.request),
+            ahead=self._prepared(),
         )
         if self._ahead is not None:
             lost = following is not None and following.answer is None

@@ -1,4 +1,4 @@
-"""Finish, claim and start in one transaction: an attempt for which a worker has prepared (`ahead` of `Store.finish`)."""
+"""Finish, claim and start in one transaction: an attempt that a worker has prepared for (`ahead` of `Store.finish`)."""
 
 from __future__ import annotations
 
