@@ -21,6 +21,7 @@ from agentctl.store.clock import SystemClock, SystemIds
 from agentctl.store.engine import Store
 from agentctl.store.errors import EnvironmentFault, NotFoundError
 from agentctl.store.faults import Faults
+from agentctl.store.gate import yield_gently
 from agentctl.store.process_identity import Liveness, ProcessIdentity
 from agentctl.store.records import ProcessRow, Run
 from agentctl.store.timing import Timing
@@ -111,6 +112,7 @@ class _Foreground:
         timeout: float | None,
     ) -> None:
         clean_environment()
+        yield_gently()
         self._stop = StopSignal()
         self._clock = SystemClock()
         self._give_up_at = None if timeout is None else self._clock.monotonic() + timeout
@@ -258,6 +260,7 @@ def start_workers(path: Path, *, count: int, name: str | None, coordinator: bool
 class _Pool:
     def __init__(self, path: Path, count: int, name: str | None, coordinator: bool, drain_seconds: float) -> None:
         clean_environment()
+        yield_gently()
         self._stop = StopSignal()
         self._clock = SystemClock()
         self._ids = SystemIds(self._clock)

@@ -15,6 +15,7 @@ from agentctl.store.clock import SystemClock, SystemIds
 from agentctl.store.engine import Store, own_rss
 from agentctl.store.errors import AgentctlError
 from agentctl.store.faults import Faults
+from agentctl.store.gate import yield_gently
 from agentctl.store.records import ProcessRow
 from agentctl.store.timing import Timing
 
@@ -88,6 +89,7 @@ def coordinator_main(config: CoordinatorConfig) -> None:
 def serve(config: CoordinatorConfig, parent_sentinel: int | None) -> None:
     """Coordinate until SIGTERM or SIGINT, a drain request, or the end of the parent."""
     stop = StopSignal()
+    yield_gently()
     clock = SystemClock()
     # The child of a supervisor never makes a database: it would be another one than the supervisor's.
     store = Store(config.path, clock, create=config.parent_process_id is None, cache_kib=16384)

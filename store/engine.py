@@ -35,12 +35,14 @@ from .records import (
     AttemptEnd,
     AttemptHeld,
     Batch,
+    Candidate,
     Claim,
     EffectEnd,
     EffectRequest,
     Event,
     Fence,
     FinishedAttempt,
+    Following,
     HeldAttempt,
     LiveAttempt,
     NewReconciliation,
@@ -275,16 +277,20 @@ class Store:
     def commit_batch(
         self, run: Run, batch: Batch, *, driver: str, epoch: int, revision: int
     ) -> list[tuple[int, str, str]]:
-        """Commit one batch (see `commits.commit_batch`), durably, and wake as many workers as it gives work to."""
+        """Commit one batch (see `commits.commit_batch`), durably, and wake as many workers as it gives work to.
+
+        They are called before the sync: whatever they start is on the disk only together with this commit.
+        """
         sleepers: list[str] = []
-        with self.database.write(durable=True) as tx:
+        with self.database.write() as tx:
             stopped = commits.commit_batch(
                 tx, run, batch, driver=driver, epoch=epoch, revision=revision, now=self.clock.now()
             )
-            if batch.enqueues:
-                sleepers = processes.idle_workers(tx, len(batch.enqueues))
+            if batch.enqueues or batch.unheld:
+                sleepers = processes.idle_workers(tx, len(batch.enqueues) + len(batch.unheld))
         for sleeper in sleepers:
             self.wakes.wake(sleeper)
+        self.database.sync()
         return stopped
 
     def wake_workers(self, limit: int = 1000) -> None:
@@ -315,17 +321,29 @@ class Store:
         with self.database.read() as tx:
             return task_queue.has_ready(tx, only_run)
 
-    def claim(self, holder: str, *, only_run: str | None, lease_ms: int, awake: bool) -> Claim | None:
-        """Claim the next attempt, or None. Not durable by itself: the start of its effect is.
+    def claim(
+        self,
+        holder: str,
+        *,
+        only_run: str | None,
+        lease_ms: int,
+        awake: bool,
+        ahead: tuple[Candidate, EffectRequest] | None = None,
+    ) -> Following | None:
+        """Claim the next attempt, or None; `ahead` as for `finish`. A claim is not durable, the start of its effect is.
 
         With `awake` the worker was idle, and its row says so no longer when it has got something.
         """
         now = self.clock.now()
         with self.database.write() as tx:
-            claimed = self._claim(tx, holder, only_run, lease_ms, now, None, [])
-            if awake and claimed is not None:
+            following = self._follow(tx, holder, only_run, lease_ms, now, None, [], ahead)
+            if awake and following is not None:
                 processes.set_state(tx, holder, "busy", now=now)
-        return claimed
+        if ahead is not None and following is not None and following.answer is not None:
+            self._sync_start(ahead[1])
+            if isinstance(following.answer, AttemptHeld):
+                self.wake_driver(following.claim.run_id)
+        return following
 
     def start_effect(
         self, fence: Fence, request: EffectRequest, *, previous: EffectEnd | None, task_id: str
@@ -338,18 +356,18 @@ class Store:
         Raises `LeaseLost`, `ConflictError` (see `effects.start`) and `SyncFailed`, after which nothing is dispatched.
         """
         now = self.clock.now()
-        harmless = (
-            previous is None
-            and not request.estimate
-            and request.approval is None
-            and request.effect_class in LEAVES_NO_TRACE
-        )
+        harmless = previous is None and _leaves_no_trace(request)
         with self.database.write(durable=not harmless) as tx:
             answer, run_id, events = effects.start(tx, fence, request, previous=previous, now=now)
             driver = audit.append(tx, run_id, events, actor=fence.holder, now=now)
         if isinstance(answer, AttemptHeld) and driver is not None:
             self.wakes.wake(driver)
         return answer
+
+    def peek(self, only_run: str | None, *, skip: int) -> Candidate | None:
+        """What a claim would probably take, after `skip` others; takes no lock and promises nothing."""
+        with self.database.read() as tx:
+            return task_queue.peek(tx, only_run, skip=skip)
 
     def finish(
         self,
@@ -360,14 +378,19 @@ class Store:
         next_claim: bool,
         only_run: str | None,
         lease_ms: int,
-    ) -> tuple[Claim | None, str | None]:
+        ahead: tuple[Candidate, EffectRequest] | None = None,
+    ) -> tuple[Following | None, str | None]:
         """Confirm the last effect, finish the attempt and claim the next one: one transaction (architecture 4, step 7).
 
-        Returns (next claim, driver of the finished run). It becomes durable with the next start, or before the worker
+        With `ahead`, an attempt for which the worker has prepared, that one is claimed and its effect started in the
+        same transaction; if somebody else was faster, whatever comes next is claimed, and its effect not yet started.
+
+        Returns (what follows, driver of the finished run). It becomes durable with the next start, or before the worker
         rests: until then a power cut may undo it, and the effect is then `started` and unconfirmed, as it was.
-        Raises `LeaseLost`, with nothing changed, when the delivery is over.
+        Raises `LeaseLost`, with nothing changed, when the delivery is over, and `SyncFailed` like `start_effect`.
         """
         now = self.clock.now()
+        following: Following | None = None
         with self.database.write(durable=not next_claim) as tx:
             events: list[Event] = []
             if effect is not None:
@@ -375,14 +398,54 @@ class Store:
                 if overdrawn is not None:
                     end = _overdrawn(end, overdrawn)
             task_queue.finish(tx, claim.fence, end, now=now)
-            following = None
             if next_claim:
-                following = self._claim(tx, claim.fence.holder, only_run, lease_ms, now, claim.run_id, events)
+                holder = claim.fence.holder
+                following = self._follow(tx, holder, only_run, lease_ms, now, claim.run_id, events, ahead)
             if events:
                 driver = audit.append(tx, claim.run_id, events, actor=claim.fence.holder, now=now)
             else:
                 driver = runs.head(tx, claim.run_id)[2]
+        if ahead is not None and following is not None and following.answer is not None:
+            self._sync_start(ahead[1])
+            if isinstance(following.answer, AttemptHeld):
+                self.wake_driver(following.claim.run_id)
         return following, driver
+
+    def _follow(
+        self,
+        tx: Connection,
+        holder: str,
+        only_run: str | None,
+        lease_ms: int,
+        now: int,
+        run_id: str | None,
+        events: list[Event],
+        ahead: tuple[Candidate, EffectRequest] | None,
+    ) -> Following | None:
+        """Claim what the worker has prepared for and start its effect, or else claim what comes next."""
+        if ahead is not None:
+            taken = self._claim(tx, holder, only_run, lease_ms, now, run_id, events, ahead[0])
+            if taken is not None:
+                answer, its_run, started = effects.start(tx, taken.fence, ahead[1], previous=None, now=now)
+                self._record(tx, its_run, run_id, started, events, holder, now)
+                return Following(taken, answer)
+        taken = self._claim(tx, holder, only_run, lease_ms, now, run_id, events)
+        return None if taken is None else Following(taken)
+
+    def _sync_start(self, request: EffectRequest) -> None:
+        """Make the start that was just committed durable, unless a power cut may undo it without harm."""
+        if not _leaves_no_trace(request):
+            self.database.sync()
+
+    @staticmethod
+    def _record(
+        tx: Connection, run_id: str, own_run: str | None, new: list[Event], own: list[Event], actor: str, now: int
+    ) -> None:
+        """Events of the transaction's own run are gathered, so that its row is written once; others go out at once."""
+        if run_id == own_run:
+            own.extend(new)
+        else:
+            audit.append(tx, run_id, new, actor=actor, now=now)
 
     def _claim(
         self,
@@ -393,15 +456,15 @@ class Store:
         now: int,
         run_id: str | None,
         events: list[Event],
+        exactly: Candidate | None = None,
     ) -> Claim | None:
         """Claim; the event goes to `events` if it is one of `run_id`, else it is written at once."""
         claimed: list[tuple[str, Event]] = []
-        following = task_queue.claim(tx, holder, only_run=only_run, lease_ms=lease_ms, now=now, events=claimed)
+        following = task_queue.claim(
+            tx, holder, only_run=only_run, lease_ms=lease_ms, now=now, events=claimed, exactly=exactly
+        )
         for claimed_run, event in claimed:
-            if claimed_run == run_id:
-                events.append(event)
-            else:
-                audit.append(tx, claimed_run, [event], actor=holder, now=now)
+            self._record(tx, claimed_run, run_id, [event], events, holder, now)
         return following
 
     def release(self, claim: Claim, *, effect: EffectEnd | None, reason: str) -> None:
@@ -539,6 +602,10 @@ def _overdrawn(end: AttemptEnd, detail: dict[str, object]) -> AttemptEnd:
         "details": detail,
     }
     return replace(end, outcome="failed", error_json=canonical(error))
+
+
+def _leaves_no_trace(request: EffectRequest) -> bool:
+    return not request.estimate and request.approval is None and request.effect_class in LEAVES_NO_TRACE
 
 
 def own_rss() -> int:

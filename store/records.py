@@ -139,6 +139,20 @@ class ApprovalAsk:
 
 
 @dataclass(frozen=True, slots=True)
+class Candidate:
+    """A ready attempt that nobody has claimed yet, seen without any lock: a worker may prepare for it, and lose it."""
+
+    attempt_id: int
+    run_id: str
+    task_id: str
+    number: int
+    timeout_ms: int
+    input_json: str
+    trace_id: str = ""
+    others: bool = False
+
+
+@dataclass(frozen=True, slots=True)
 class EffectRequest:
     """An effect before its dispatch (contract 5.2). `input_json` and `expected_json` are canonical.
 
@@ -192,6 +206,14 @@ class StartRefused:
 
     reason: str
     detail: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class Following:
+    """What a worker does next: the claim, and how the start of its effect was answered if that was tried with it."""
+
+    claim: Claim
+    answer: StartedEffect | RecordedEffect | StartRefused | AttemptHeld | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -152,7 +152,9 @@ def refuse_future_records(tx: Connection, run_id: str) -> None:
     Asked before a run is taken, resumed or cancelled. It costs a look at each record, once.
     """
     row = tx.execute("SELECT first_task, task_count FROM runs WHERE run_id = ?", (run_id,)).fetchone()
-    first, count = (0, 0) if row is None else row
+    if row is None:
+        raise NotFoundError(f"there is no run {run_id} in this database", run_id=run_id)
+    first, count = row
     span = (first, first + count - 1)
     for what, known, sql, values in (
         ("a task", TASK_METADATA_VERSION, "MAX(metadata_version) FROM tasks WHERE task_no BETWEEN ? AND ?", span),

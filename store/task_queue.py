@@ -17,6 +17,7 @@ from .records import (
     PLAN_FORMAT_VERSION,
     RUNTIME_STATE_VERSION,
     AttemptEnd,
+    Candidate,
     Claim,
     Event,
     Fence,
@@ -34,6 +35,15 @@ _CLAIMABLE_RUN = (
     f"AND r.runtime_state_version <= {RUNTIME_STATE_VERSION} AND r.plan_format_version <= {PLAN_FORMAT_VERSION} "
     "AND EXISTS (SELECT 1 FROM attempts a WHERE a.queue = 'ready' AND a.run_id = t.run_id) "
 )
+_CLAIM = (
+    "UPDATE attempts SET state = 'claimed', queue = 'claimed', holder = ?, delivery = delivery + 1, "
+    "lease_expires_at = ?, claimed_at = ? WHERE attempt_id = {} "
+    "RETURNING attempt_id, task_no, task_id, number, timeout_ms, input_json, delivery, enqueued_at"
+)
+_CLAIM_FIRST = _CLAIM.format(
+    "(SELECT attempt_id FROM attempts WHERE queue = 'ready' AND run_id = ? ORDER BY task_no LIMIT 1)"
+)
+_CLAIM_ONE = _CLAIM.format("? AND queue = 'ready' AND delivery = 0")
 _NEXT_RUN = _CLAIMABLE_RUN + "ORDER BY t.priority DESC, t.turn LIMIT 1"
 _ONE_RUN = _CLAIMABLE_RUN + "AND t.run_id = ?"
 
@@ -54,25 +64,52 @@ def has_ready(tx: Connection, only_run: str | None) -> bool:
     return tx.execute(_ONE_RUN, (only_run,)).fetchone() is not None
 
 
-def claim(
-    tx: Connection, holder: str, *, only_run: str | None, lease_ms: int, now: int, events: list[tuple[str, Event]]
-) -> Claim | None:
-    """Take the next ready attempt: the run whose turn it is, then its first attempt in compiled order.
-
-    The new lease and the fence are in the row; the audit event is added to `events` for the caller's transaction.
-    """
+def peek(tx: Connection, only_run: str | None, *, skip: int) -> Candidate | None:
+    """What a claim would take, after `skip` others; takes no lock. Only attempts that were never delivered before."""
     row = (tx.execute(_NEXT_RUN) if only_run is None else tx.execute(_ONE_RUN, (only_run,))).fetchone()
     if row is None:
         return None
     run_id, trace_id, others = row
-    expires = now + lease_ms
     found = tx.execute(
-        "UPDATE attempts SET state = 'claimed', queue = 'claimed', holder = ?, delivery = delivery + 1, "
-        "lease_expires_at = ?, claimed_at = ? WHERE attempt_id = "
-        "(SELECT attempt_id FROM attempts WHERE queue = 'ready' AND run_id = ? ORDER BY task_no LIMIT 1) "
-        "RETURNING attempt_id, task_no, task_id, number, timeout_ms, input_json, delivery, enqueued_at",
-        (holder, expires, now, run_id),
+        "SELECT attempt_id, task_id, number, timeout_ms, input_json, delivery FROM attempts "
+        "WHERE queue = 'ready' AND run_id = ? ORDER BY task_no LIMIT 1 OFFSET ?",
+        (run_id, skip),
     ).fetchone()
+    if found is None or found[5] > 0:
+        return None
+    attempt_id, task_id, number, timeout_ms, input_json, _ = found
+    return Candidate(attempt_id, run_id, task_id, number, timeout_ms, input_json, trace_id, bool(others))
+
+
+def claim(
+    tx: Connection,
+    holder: str,
+    *,
+    only_run: str | None,
+    lease_ms: int,
+    now: int,
+    events: list[tuple[str, Event]],
+    exactly: Candidate | None = None,
+) -> Claim | None:
+    """Take the next ready attempt: the run whose turn it is, then its first attempt in compiled order.
+
+    With `exactly`, take that attempt or, if somebody else was faster, none. The new lease and the fence are in the row;
+    the audit event is added to `events` for the caller's transaction.
+    """
+    expires = now + lease_ms
+    if exactly is None:
+        row = (tx.execute(_NEXT_RUN) if only_run is None else tx.execute(_ONE_RUN, (only_run,))).fetchone()
+        if row is None:
+            return None
+        run_id, trace_id, others = row
+        found = tx.execute(
+            _CLAIM_FIRST,
+            (holder, expires, now, run_id),
+        ).fetchone()
+    else:
+        # That the run may be served was seen a moment ago; the start of the effect looks again.
+        run_id, trace_id, others = exactly.run_id, exactly.trace_id, exactly.others
+        found = tx.execute(_CLAIM_ONE, (holder, expires, now, exactly.attempt_id)).fetchone()
     if found is None:
         return None
     attempt_id, task_no, task_id, number, timeout_ms, input_json, delivery, enqueued_at = found

@@ -10,19 +10,20 @@ import logging
 import os
 from collections import OrderedDict
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeAlias
 
 from agentctl.store import policy as policies
 from agentctl.store.approvals import redacted
 from agentctl.store.canonical import canonical, effect_id, hex_digest, loads
 from agentctl.store.clock import Clock
 from agentctl.store.engine import Store
-from agentctl.store.errors import ConflictError, LeaseLost, TaskFault
+from agentctl.store.errors import ConflictError, LeaseLost, NotFoundError, TaskFault
 from agentctl.store.faults import Faults
 from agentctl.store.records import (
     ApprovalAsk,
     AttemptEnd,
     AttemptHeld,
+    Candidate,
     Claim,
     EffectEnd,
     EffectRequest,
@@ -40,6 +41,8 @@ log = logging.getLogger(__name__)
 
 KNOWN_RUNS = 16
 
+Answer: TypeAlias = StartedEffect | RecordedEffect | StartRefused | AttemptHeld
+
 
 @dataclass(frozen=True, slots=True)
 class Ending:
@@ -52,6 +55,16 @@ class Ending:
     effect: EffectEnd | None = None
     release: str | None = None
     held: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Prepared:
+    """A candidate with the effect that it will ask for. `since` is when it was prepared (monotonic seconds)."""
+
+    candidate: Candidate
+    request: EffectRequest
+    plan: EffectPlan
+    since: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,23 +88,19 @@ class AttemptRunner:
         self._token = token
         self._known: OrderedDict[str, _RunSettings] = OrderedDict()
 
-    def run(self, claim: Claim) -> Ending:
-        """Execute one delivery. Raises `LeaseLost` when it is over, and `SyncFailed` before any dispatch."""
+    def run(self, claim: Claim, ahead: Prepared | None = None, answer: Answer | None = None) -> Ending:
+        """Execute one delivery. Raises `LeaseLost` when it is over, and `SyncFailed` before any dispatch.
+
+        With `answer`, the start of the prepared effect was tried when the attempt was claimed.
+        """
         try:
-            plan = prepare(self._work(claim))
-            if isinstance(plan, Done):
-                return Ending(AttemptEnd("succeeded", result_json=canonical(plan.output)))
-            settings = self._settings(claim.run_id)
-            decision = policies.decide_effect(
-                settings.policy,
-                policy_name=plan.policy_name,
-                effect_class=plan.effect_class,
-                risk=plan.risk,
-                interactive=settings.interactive,
-            )
-            if decision.denied:
-                raise TaskFault("policy_denied", decision.reason)
-            return self._perform(claim, plan, decision.reason if decision.needs_approval else None)
+            if ahead is not None and answer is not None:
+                return self._dispatch(claim, ahead.request, ahead.plan, answer, ahead.since)
+            planned = self._plan(claim, self._recorded_before(claim))
+            if isinstance(planned, Done):
+                return Ending(AttemptEnd("succeeded", result_json=canonical(planned.output)))
+            plan, why = planned
+            return self._perform(claim, plan, why)
         except LeaseLost:
             raise
         except TaskFault as fault:
@@ -100,22 +109,59 @@ class AttemptRunner:
             changed = TaskFault("effect_identity_changed", error.message)
             return Ending(AttemptEnd("failed", error_json=canonical(changed.as_json())))
 
-    def _work(self, claim: Claim) -> Work:
-        settings = self._settings(claim.run_id)
-        attempt = loads(claim.input_json)
-        action = settings.actions[attempt["action"]]
-        recorded = None
-        if claim.fence.delivery > 1:
-            text = self._store.recorded_expectation(claim.fence.attempt_id, 1)
-            recorded = None if text is None else loads(text)
+    def prepare(self, candidate: Candidate) -> Prepared | None:
+        """Get ready for an attempt that nobody holds yet, so that its claim and the start of its effect can be one
+        transaction. None for everything that has to be told in the attempt itself (no effect, a fault)."""
+        try:
+            planned = self._plan(candidate, None)
+            if isinstance(planned, Done):
+                return None
+            plan, why = planned
+            return Prepared(candidate, self._request(candidate, plan, why), plan, self._clock.monotonic())
+        except (TaskFault, NotFoundError):
+            return None
+
+    def _plan(
+        self, attempt: Claim | Candidate, recorded: dict[str, Any] | None
+    ) -> tuple[EffectPlan, str | None] | Done:
+        """The effect of an attempt, checked by the policy, and why a person has to approve it, if one has to.
+
+        Whether one has approved it is known to the store. Raises `TaskFault`.
+        """
+        plan = prepare(self._work(attempt, recorded))
+        if isinstance(plan, Done):
+            return plan
+        settings = self._settings(attempt.run_id)
+        decision = policies.decide_effect(
+            settings.policy,
+            policy_name=plan.policy_name,
+            effect_class=plan.effect_class,
+            risk=plan.risk,
+            interactive=settings.interactive,
+        )
+        if decision.denied:
+            raise TaskFault("policy_denied", decision.reason)
+        return plan, decision.reason if decision.needs_approval else None
+
+    def _recorded_before(self, claim: Claim) -> dict[str, Any] | None:
+        if claim.fence.delivery <= 1:
+            return None
+        text = self._store.recorded_expectation(claim.fence.attempt_id, 1)
+        expected: dict[str, Any] | None = None if text is None else loads(text)
+        return expected
+
+    def _work(self, attempt: Claim | Candidate, recorded: dict[str, Any] | None) -> Work:
+        settings = self._settings(attempt.run_id)
+        content = loads(attempt.input_json)
+        action = settings.actions[content["action"]]
         return Work(
-            task_id=claim.task_id,
-            action_name=attempt["action"],
+            task_id=attempt.task_id,
+            action_name=content["action"],
             kind=action["kind"],
             action=action,
-            input=attempt["input"],
-            memory=attempt.get("memory", {}),
-            timeout_seconds=claim.timeout_ms / 1000,
+            input=content["input"],
+            memory=content.get("memory", {}),
+            timeout_seconds=attempt.timeout_ms / 1000,
             base_path=settings.base_path,
             policy=settings.policy,
             show_diff=settings.show_diff,
@@ -143,15 +189,12 @@ class AttemptRunner:
                 self._known.popitem(last=False)
         return settings
 
-    def _perform(self, claim: Claim, plan: EffectPlan, why_approval: str | None) -> Ending:
-        """Start the effect, durably, and dispatch it unless it has ended before or must not start.
-
-        With `why_approval` a person has to approve it; the store knows whether one has.
-        """
+    @staticmethod
+    def _request(attempt: Claim | Candidate, plan: EffectPlan, why_approval: str | None) -> EffectRequest:
         input_json = canonical(plan.input)
         digest = hex_digest(input_json)
-        request = EffectRequest(
-            effect_id(claim.run_id, claim.task_id, claim.number, 1, plan.operation, digest),
+        return EffectRequest(
+            effect_id(attempt.run_id, attempt.task_id, attempt.number, 1, plan.operation, digest),
             1,
             plan.operation,
             plan.effect_class,
@@ -163,9 +206,17 @@ class AttemptRunner:
             plan.estimate,
             None if why_approval is None else _ask(plan, why_approval),
         )
+
+    def _perform(self, claim: Claim, plan: EffectPlan, why_approval: str | None) -> Ending:
+        """Start the effect, durably, and dispatch it unless it has ended before or must not start."""
+        request = self._request(claim, plan, why_approval)
         self._faults.reach("before_effect_start")
         before = self._clock.monotonic()
         answer = self._store.start_effect(claim.fence, request, previous=None, task_id=claim.task_id)
+        return self._dispatch(claim, request, plan, answer, before)
+
+    def _dispatch(self, claim: Claim, request: EffectRequest, plan: EffectPlan, answer: Answer, since: float) -> Ending:
+        """Do what the answer to the start allows. `since` is when the start was asked for (monotonic seconds)."""
         self._faults.reach("after_effect_start")
         if isinstance(answer, RecordedEffect):
             return _recorded(request, answer)
@@ -173,7 +224,7 @@ class AttemptRunner:
             return Ending(None, held=True)
         if isinstance(answer, StartRefused):
             return _refused(answer, claim)
-        if self._clock.monotonic() - before > self._timing.lease:
+        if self._clock.monotonic() - since > self._timing.lease:
             # Held up for longer than the lease: somebody may think that we are dead, so nothing is sent.
             return Ending(None, EffectEnd(request.effect_id, "requested", dispatch=answer.dispatch), "held_up")
         outcome = plan.execute(EffectContext(request.effect_id, self._token, self._clock.monotonic, claim.fence.holder))

@@ -18,15 +18,24 @@ from pathlib import Path
 from types import FrameType
 
 from agentctl.store import process_identity, wakeups
-from agentctl.store.clock import Clock, SystemClock
+from agentctl.store.clock import Clock, IdSource, SystemClock, SystemIds
 from agentctl.store.database import SyncFailed
 from agentctl.store.engine import Store, own_rss
 from agentctl.store.errors import AgentctlError, LeaseLost
 from agentctl.store.faults import Faults
-from agentctl.store.records import Claim, ProcessRow
+from agentctl.store.gate import yield_gently
+from agentctl.store.records import (
+    Candidate,
+    Claim,
+    EffectEnd,
+    EffectRequest,
+    Following,
+    ProcessRow,
+    StartedEffect,
+)
 from agentctl.store.timing import Timing
 
-from .attempt import AttemptRunner, Ending
+from .attempt import AttemptRunner, Ending, Prepared
 from .effects.process import become_subreaper
 from .watch import Watch
 
@@ -34,6 +43,9 @@ log = logging.getLogger(__name__)
 
 IDLE_LOOK_SECONDS = 1.0
 """How often an idle worker looks by itself: the net under lost wake-ups."""
+
+MAX_REACH = 32
+"""How far back in the queue a worker looks at most for a candidate that nobody else prepares for."""
 
 EXIT_DRAINED = 0
 EXIT_FAILED = 5
@@ -89,6 +101,7 @@ class Worker:
         if os.getsid(0) != os.getpid():
             os.setsid()
         become_subreaper()
+        yield_gently()
         self._store = Store(config.path, clock)
         now = clock.now()
         self._store.register(
@@ -115,6 +128,9 @@ class Worker:
         self._listener = self._store.wakes.listen(config.process_id)
         self._watch = Watch(config.path, clock, self._timing, config.process_id, self._listener, parent_sentinel)
         self._runner = AttemptRunner(self._store, clock, self._timing, faults, self._watch.token)
+        self._ids: IdSource = SystemIds(clock)
+        self._ahead: Prepared | None = None
+        self._reach = 1
         self._next_beat = clock.monotonic() + self._timing.heartbeat
         signal.signal(signal.SIGTERM, self._on_signal)
         signal.signal(signal.SIGINT, self._on_signal)
@@ -132,20 +148,22 @@ class Worker:
 
     def run(self) -> None:
         """Work until asked to drain."""
-        claim = None
+        following: Following | None = None
         idle = False
         while not self._draining():
-            if claim is None:
-                claim = self._claim(idle)
-                idle = idle and claim is None
-            if claim is None:
+            if following is None:
+                following = self._claim(idle)
+                idle = idle and following is None
+            if following is None:
                 idle = self._sleep(idle)
                 continue
-            self._faults.reach("after_claim")
-            claim = self._execute(claim)
-        if claim is not None:
-            self._give_back(claim)
+            if following.answer is None:
+                self._faults.reach("after_claim")
+            following = self._execute(following)
+        if following is not None:
+            self._give_back(following)
         self._watch.park()
+        self._beat()  # the counts of what was done since the last heartbeat
         self._store.set_process_state(self._config.process_id, "stopped", durable=True)
         self._listener.close()
         self._store.wakes.forget(self._config.process_id)
@@ -154,26 +172,37 @@ class Worker:
     def _draining(self) -> bool:
         return self._watch.drain
 
-    def _claim(self, idle: bool) -> Claim | None:
-        if idle and not self._store.has_ready(self._config.only_run):
-            return None
-        claim = self._store.claim(
+    def _claim(self, idle: bool) -> Following | None:
+        """Claim something. An idle worker looks first, without the gate, and prepares for what it sees."""
+        self._ahead = None
+        if idle:
+            candidate = self._store.peek(self._config.only_run, skip=0)
+            if candidate is not None:
+                self._ahead = self._runner.prepare(candidate)
+            elif not self._store.has_ready(self._config.only_run):
+                return None
+        following = self._store.claim(
             self._config.process_id,
             only_run=self._config.only_run,
             lease_ms=self._timing.lease_ms,
             awake=idle or self._fresh,
+            ahead=self._prepared(),
         )
-        if claim is not None:
+        if following is not None:
             self._fresh = False
-        return claim
+        return following
 
-    def _execute(self, claim: Claim) -> Claim | None:
-        """Run one delivery and finish it; returns the next claim if there is one."""
+    def _prepared(self) -> tuple[Candidate, EffectRequest] | None:
+        return None if self._ahead is None else (self._ahead.candidate, self._ahead.request)
+
+    def _execute(self, current: Following) -> Following | None:
+        """Run one delivery and finish it; returns what follows if there is something."""
+        claim = current.claim
         self._watch.begin(claim)
         if self._signals > 1:
             self._watch.token.cancel("drain")
         try:
-            ending = self._runner.run(claim)
+            ending = self._runner.run(claim, self._ahead, current.answer)
             self._watch.end()
             self._faults.reach("before_finish")
             following = self._finish(claim, ending)
@@ -185,10 +214,13 @@ class Worker:
             # What has been promised cannot be kept; a rescuer settles what we hold.
             log.critical("%s", error.message)
             os._exit(EXIT_FAILED)
-        self._faults.reach("after_finish")
+        if following is None or following.answer is None:
+            # With the next effect started in the same transaction, the next point is `after_effect_start`.
+            self._faults.reach("after_finish")
         return following
 
-    def _finish(self, claim: Claim, ending: Ending) -> Claim | None:
+    def _finish(self, claim: Claim, ending: Ending) -> Following | None:
+        self._ahead = None
         if ending.held:
             return None
         if ending.attempt is None:
@@ -198,21 +230,41 @@ class Worker:
             self._watch.done += 1
         else:
             self._watch.failed += 1
+        next_claim = not self._draining()
+        if next_claim:
+            self._look_ahead()
         following, driver = self._store.finish(
             claim,
             ending.attempt,
             effect=ending.effect,
-            next_claim=not self._draining(),
+            next_claim=next_claim,
             only_run=self._config.only_run,
             lease_ms=self._timing.lease_ms,
+            ahead=self._prepared(),
         )
+        if self._ahead is not None:
+            lost = following is not None and following.answer is None
+            self._reach = min(MAX_REACH, self._reach * 2) if lost else max(1, self._reach - 1)
         if driver is not None:
             self._store.wakes.wake(driver)
         return following
 
-    def _give_back(self, claim: Claim) -> None:
+    def _look_ahead(self) -> None:
+        """Prepare for an attempt that will probably be the next, so that finish, claim and start are one transaction.
+
+        Workers that see the same queue would all prepare for its head, and all but one in vain: who has lost a
+        candidate looks at a random place further back next time, who has got one comes nearer again.
+        """
+        skip = int(self._ids.uniform() * self._reach) if self._reach > 1 else 0
+        candidate = self._store.peek(self._config.only_run, skip=skip)
+        self._ahead = None if candidate is None else self._runner.prepare(candidate)
+
+    def _give_back(self, following: Following) -> None:
+        effect = None
+        if self._ahead is not None and isinstance(following.answer, StartedEffect):
+            effect = EffectEnd(self._ahead.request.effect_id, "requested", dispatch=following.answer.dispatch)
         try:
-            self._store.release(claim, effect=None, reason="drain")
+            self._store.release(following.claim, effect=effect, reason="drain")
         except LeaseLost:
             return
         self._store.wake_workers(1)

@@ -134,7 +134,8 @@ class World:
         return [task["taskId"] for task in self.views.tasks(run_id, limit=1000)[0]]
 
     def claim(self, worker: str = "w1") -> Claim:
-        claim = self.store.claim(worker, only_run=None, lease_ms=LEASE, awake=True)
+        following = self.store.claim(worker, only_run=None, lease_ms=LEASE, awake=True)
+        claim = None if following is None else following.claim
         assert claim is not None
         return claim
 

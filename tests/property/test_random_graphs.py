@@ -4,7 +4,8 @@ What they have to come to is computed by a plain interpreter (`support.graphs`).
 and the real store, with a worker that finishes in random order, batches of random size, and a run that moves under the
 scheduler. With processes: one after the other, by a pool of random size, and while processes are killed at random.
 
-`AGENTCTL_TEST_SEED` repeats a run; the seed is printed with each failure.
+`AGENTCTL_TEST_SEED` repeats a run; the seed is printed with each failure. `AGENTCTL_TEST_SHRINK=1` makes the example
+of a failure smaller, which may take minutes.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ from support.site import Picture, Site, kill, picture_of
 
 SEED = int(os.environ.get("AGENTCTL_TEST_SEED") or random.randrange(2**32))
 CLOCK = SystemClock()
-NO_SHRINKING = (Phase.explicit, Phase.generate)
+PHASES = (Phase.generate, Phase.shrink) if os.environ.get("AGENTCTL_TEST_SHRINK") else (Phase.generate,)
 
 
 @pytest.fixture(autouse=True)
@@ -48,10 +49,10 @@ def tell_the_seed() -> Iterator[None]:
     yield
 
 
-def often(count: int, phases: tuple[Phase, ...] = (Phase.explicit, Phase.generate, Phase.shrink)) -> settings:
+def often(count: int) -> settings:
     return settings(
         max_examples=count,
-        phases=phases,
+        phases=PHASES,
         deadline=None,
         database=None,
         print_blob=True,
@@ -203,7 +204,7 @@ def in_the_foreground(site: Site, graph: Graph, concurrency: int, workers: int, 
 
 
 @hypothesis.seed(SEED)
-@often(repeats(20), NO_SHRINKING)
+@often(repeats(20))
 @given(
     graph=graphs(),
     concurrency=st.integers(1, 8),

@@ -126,7 +126,8 @@ class Hand:
 
     def claim(self, only_run: str | None = None) -> Claim | None:
         """Take the next attempt, if there is one."""
-        return self.store.claim(self.name, only_run=only_run, lease_ms=LEASE_MS, awake=False)
+        following = self.store.claim(self.name, only_run=only_run, lease_ms=LEASE_MS, awake=False)
+        return None if following is None else following.claim
 
     def take(self, only_run: str | None = None) -> Claim:
         """Take the next attempt, which has to be there."""
@@ -161,7 +162,7 @@ class Hand:
         following, _ = self.store.finish(
             claim, end, effect=effect, next_claim=next_claim, only_run=only_run, lease_ms=LEASE_MS
         )
-        return following
+        return None if following is None else following.claim
 
 
 class Driver:

@@ -30,6 +30,9 @@ ACTIONS: dict[str, dict[str, Any]] = {
     "echo": {"kind": "builtin.shell.exec", "command": "echo", "idempotency": "idempotent"},
 }
 
+ODDS = [*ACTIONS, "echo", "recall", "remember"]
+"""What a random task does: all kinds, those that can overtake each other more often."""
+
 SCALAR = {
     "assign": ("output", "n"),
     "assert": ("passed",),
@@ -136,10 +139,11 @@ def graphs(draw: st.DrawFn, most: int = 25) -> Graph:
     file_writer: dict[str, str] = {}
     file_readers: dict[str, list[str]] = {name: [] for name in FILES}
     constants = st.integers(0, 2).map(lambda n: Source("constant", n))
-    for number in range(draw(st.integers(1, most))):
+    size = draw(st.sampled_from([2, 4, 8, 12, 18, 25]))
+    for number in range(min(size, most)):
         name = f"t{number}"
-        action = draw(st.sampled_from(list(ACTIONS)))
-        needs = set(draw(st.sets(st.sampled_from([n.id for n in nodes]), max_size=3))) if nodes else set()
+        action = draw(st.sampled_from(ODDS))
+        needs = set(draw(st.sets(st.sampled_from([n.id for n in nodes]), max_size=2))) if nodes else set()
         continues = False
         items: tuple[Any, ...] | None = None
         if action in ("assign", "echo") and draw(st.integers(0, 3)) == 0:
@@ -157,7 +161,7 @@ def graphs(draw: st.DrawFn, most: int = 25) -> Graph:
         elif action == "echo":
             with_ = {"text": draw(value)}
         elif action == "assert":
-            continues = draw(st.integers(0, 5)) == 0
+            continues = draw(st.integers(0, 7)) == 0
             with_ = {"that": Source("constant", False) if continues else Source("inputs", "yes")}
         elif action == "recall":
             with_ = {"key": Source("constant", draw(st.sampled_from(KEYS)))}
@@ -179,7 +183,7 @@ def graphs(draw: st.DrawFn, most: int = 25) -> Graph:
             needs |= set(file_readers[file])
             file_writer[file], file_readers[file] = name, []
         when = None
-        if draw(st.integers(0, 3)) == 0:
+        if draw(st.integers(0, 7)) == 0:
             what = draw(st.one_of(*sources[1:], st.sampled_from(["yes", "no"]).map(lambda n: Source("inputs", n))))
             constant = draw(st.sampled_from([0, 1, 2, True, "one"]))
             when = (what, draw(st.sampled_from(["==", "!="])), constant)

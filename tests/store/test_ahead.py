@@ -1,0 +1,159 @@
+"""Finish, claim and start in one transaction: an attempt that a worker has prepared for (`ahead` of `Store.finish`)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from agentctl.store.engine import Store
+from agentctl.store.errors import LeaseLost
+from agentctl.store.records import (
+    AttemptEnd,
+    Candidate,
+    Claim,
+    EffectEnd,
+    EffectRequest,
+    Fence,
+    Following,
+    RecordedEffect,
+    StartedEffect,
+    StartRefused,
+)
+from support.builders import LEASE_MS, Driver, Hand, effect_request, new_run, open_store
+from support.clock import ManualClock
+from support.rows import everything, rows, scalar
+
+DONE = AttemptEnd("succeeded", result_json='"done"')
+
+
+@pytest.fixture
+def store(tmp_path: Path, clock: ManualClock) -> Iterator[Store]:
+    opened = open_store(tmp_path, clock)
+    yield opened
+    opened.close()
+
+
+def started_run(store: Store, run_id: str = "run-1", tasks: int = 3, **changes: object) -> Driver:
+    store.create_run(new_run(run_id, tasks, **changes))
+    driver = Driver(store, run_id)
+    driver.enqueue(range(tasks))
+    return driver
+
+
+def prepared(store: Store, *, skip: int = 0, effect_class: str = "external_mutate") -> tuple[Candidate, EffectRequest]:
+    """What a worker does before it finishes: look for a candidate and make its request."""
+    candidate = store.peek(None, skip=skip)
+    assert candidate is not None
+    fence = Fence(candidate.attempt_id, 1, "somebody")
+    claim = Claim(fence, candidate.run_id, candidate.task_id, candidate.number, 1, "{}", "trace", 0, 0)
+    return candidate, effect_request(claim, effect_class=effect_class)
+
+
+def finish(store: Store, claim: Claim, ahead: tuple[Candidate, EffectRequest] | None) -> Following | None:
+    following, _ = store.finish(
+        claim, DONE, effect=None, next_claim=True, only_run=None, lease_ms=LEASE_MS, ahead=ahead
+    )
+    return following
+
+
+def test_the_candidate_is_claimed_and_started(store: Store) -> None:
+    started_run(store, tasks=4)
+    first = Hand(store).take()
+    ahead = prepared(store)
+    following = finish(store, first, ahead)
+    assert following is not None
+    assert following.answer == StartedEffect(1)
+    assert following.claim.fence == Fence(ahead[0].attempt_id, 1, first.fence.holder)
+    assert rows(store, "SELECT status, dispatches FROM effects") == [("started", 1)]
+    assert scalar(store, "SELECT state FROM tasks WHERE task_id = ?", ahead[0].task_id) == "running"
+    types = [row[0] for row in rows(store, "SELECT event_type FROM audit_events ORDER BY sequence")]
+    assert types[-3:] == ["task.transition", "effect.requested", "effect.started"]
+    Hand(store).finish(following.claim, effect=EffectEnd(ahead[1].effect_id, "succeeded"))
+
+
+def test_a_candidate_that_somebody_else_has_taken_costs_nothing(store: Store) -> None:
+    started_run(store, tasks=4)
+    first = Hand(store).take()
+    ahead = prepared(store)
+    other = Hand(store, "worker-2").take()
+    assert other.fence.attempt_id == ahead[0].attempt_id
+    following = finish(store, first, ahead)
+    assert following is not None
+    assert following.answer is None
+    assert following.claim.fence.attempt_id not in (other.fence.attempt_id, first.fence.attempt_id)
+    assert rows(store, "SELECT * FROM effects") == []
+
+
+def test_a_candidate_that_was_delivered_before_is_left_to_the_ordinary_way(store: Store) -> None:
+    """Its first delivery may have recorded what was there before; only a worker that reads that may go on with it."""
+    started_run(store, tasks=2)
+    first = Hand(store).take()
+    ahead = prepared(store)
+    other = Hand(store, "worker-2").take()
+    store.release(other, effect=None, reason="drain")
+    assert store.peek(None, skip=0) is None
+    following = finish(store, first, ahead)
+    assert following is not None
+    assert following.claim.fence == Fence(other.fence.attempt_id, 2, first.fence.holder)
+    assert following.answer is None
+
+
+def test_after_a_cancel_nothing_is_started(store: Store) -> None:
+    started_run(store, tasks=4)
+    first = Hand(store).take()
+    ahead = prepared(store)
+    store.request_cancel("run-1", reason="test", actor="tester")
+    following = finish(store, first, ahead)
+    assert following is not None
+    assert following.answer == StartRefused("cancel_requested")
+    assert rows(store, "SELECT * FROM effects") == []
+
+
+def test_a_lost_delivery_claims_and_starts_nothing(store: Store) -> None:
+    started_run(store, tasks=4)
+    first = Hand(store).take()
+    ahead = prepared(store)
+    store.rescue([(first.fence.attempt_id, 1)], dead=[], why="test", actor="tester")
+    before = everything(store)
+    with pytest.raises(LeaseLost):
+        finish(store, first, ahead)
+    assert everything(store) == before
+
+
+def test_a_worker_that_drains_gives_the_start_back(store: Store) -> None:
+    started_run(store, tasks=4)
+    first = Hand(store).take()
+    ahead = prepared(store)
+    following = finish(store, first, ahead)
+    assert following is not None
+    assert isinstance(following.answer, StartedEffect)
+    unsent = EffectEnd(ahead[1].effect_id, "requested", dispatch=following.answer.dispatch)
+    store.release(following.claim, effect=unsent, reason="drain")
+    assert rows(store, "SELECT status, dispatches FROM effects") == [("requested", 0)]
+    again = Hand(store, "worker-2").take()
+    assert again.fence == Fence(ahead[0].attempt_id, 2, "worker-2")
+    assert Hand(store, "worker-2").start(again, ahead[1]) == StartedEffect(1)
+
+
+def test_a_budget_that_is_used_up_refuses_the_start_but_not_the_finish(store: Store) -> None:
+    started_run(store, tasks=4, budget_limits={"turns": 1})
+    first = Hand(store).take()
+    candidate, request = prepared(store)
+    greedy = replace(request, estimate={"turns": 2})
+    following = finish(store, first, (candidate, greedy))
+    assert following is not None
+    assert isinstance(following.answer, StartRefused)
+    assert following.answer.reason == "budget"
+    assert not isinstance(following.answer, RecordedEffect)
+    assert scalar(store, "SELECT state FROM attempts WHERE attempt_id = ?", first.fence.attempt_id) == "finished"
+
+
+def test_candidates_lie_in_compiled_order(store: Store) -> None:
+    driver: Driver = started_run(store, tasks=3)
+    seen = [candidate.task_id for skip in range(3) if (candidate := store.peek(None, skip=skip)) is not None]
+    assert seen == ["t0", "t1", "t2"]
+    assert store.peek(None, skip=3) is None
+    assert store.peek("run-unknown", skip=0) is None
+    assert driver.run.run_id == "run-1"
