@@ -236,7 +236,7 @@ def test_backoff_budget_pause_and_dead_drivers(world: World) -> None:
     waiting = {item["taskId"]: item for item in world.views.status(run)["waiting"]}
     assert waiting["a"] == {"taskId": "a", "why": "backoff", "detail": "attempt 2 follows in 2.5 s after: exit 1"}
     assert waiting["b"]["why"] == "place"
-    world.sql("UPDATE attempts SET hold = 'budget', queue = NULL WHERE state = 'ready'")
+    world.sql("UPDATE attempts SET hold = 'budget', hold_json = '{}', queue = NULL WHERE state = 'ready'")
     assert world.why(run)["b"] == "budget"
     world.sql("UPDATE runs SET pause_requested_at = 1")
     assert world.why(run) == {"a": "backoff", "b": "paused", "c": "paused"}
