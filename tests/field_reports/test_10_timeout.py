@@ -67,7 +67,7 @@ def test_the_worker_takes_its_next_task_in_time(field: Field, case: str) -> None
         assert (outcome.code, task["state"]) == (0, "succeeded")
         assert task["output"]["stdout"] == "hi\n"
         [stray] = effect["notes"]["strays"]
-        assert stray["name"] == "sleep"
+        assert stray["name"] in ("sleep", "sh")  # it may be ended before it has become the other program
         assert stray["escaped"] is (case == "escaped")
     elif case == "flood":
         assert (outcome.code, task["state"]) == (4, "failed")
