@@ -150,9 +150,10 @@ class Hand:
         next_claim: bool = False,
         result: str | None = '"done"',
         only_run: str | None = None,
+        code: str | None = None,
     ) -> Claim | None:
-        """Finish, and take the next attempt if that is asked for."""
-        error = None if outcome == "succeeded" else canonical({"code": outcome, "message": "as told"})
+        """Finish, and take the next attempt if that is asked for. `code` is that of the error, else the outcome."""
+        error = None if outcome == "succeeded" else canonical({"code": code or outcome, "message": "as told"})
         end = AttemptEnd(
             outcome,
             result_json=result if outcome == "succeeded" else None,
