@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import json
-import os
 import signal
 import time
 from collections.abc import Iterator
@@ -384,19 +382,3 @@ def test_signals_once_and_again(field: Field, number: int, times: int) -> None:
     assert field.effect_processes() == {}
     assert field.rows("SELECT status FROM effects") == [("uncertain",)]
     field.check_clean_end(uncertain=True)
-
-
-def test_the_small_examples(field: Field) -> None:
-    examples = Path(__file__).resolve().parents[2] / "ops" / "examples"
-    result = field.json("run", str(examples / "approval.yaml"), "--workspace", str(field.folder))
-    assert (result.code, result.data["reason"]) == (3, "approval_required")
-    target = field.folder / "artifacts" / "approved.txt"
-    assert not target.exists()
-    run_id = result.data["runId"]
-    assert field.json("approvals", "approve", pending(field, run_id)[0]).code == 0
-    assert field.json("resume", run_id).code == 0
-    assert target.read_text() == "approval was durable"
-    result = field.json("run", str(examples / "budget.yaml"), "--workspace", str(field.folder))
-    assert (result.code, result.data["reason"]) == (4, "budget_exceeded")
-    assert os.path.exists(field.database)
-    assert json.loads(json.dumps(result.data))["state"] == "failed"

@@ -132,6 +132,27 @@ def _archive(field: Field, run: Callable[..., Any]) -> None:
     assert not list(field.root.rglob("oops"))
 
 
+def _approval(field: Field, run: Callable[..., Any]) -> None:
+    result = field.json("run", "approval.yaml")
+    assert (result.code, result.data["reason"]) == (3, "approval_required")
+    target = field.folder / "artifacts" / "approved.txt"
+    assert not target.exists()
+    [asked] = field.json("approvals", "list").data["approvals"]
+    assert "approval was durable" in asked["expectedEffect"]["diff"]
+    assert field.json("approvals", "approve", asked["approvalId"], "--actor", "you", "--reason", "read it").code == 0
+    assert field.json("resume", result.data["runId"]).code == 0
+    assert target.read_text() == "approval was durable"
+
+
+def _budget(field: Field, run: Callable[..., Any]) -> None:
+    result = field.json("run", "budget.yaml")
+    assert (result.code, result.data["reason"]) == (4, "budget_exceeded")
+    found = field.json("inspect", "@latest").data
+    assert [task["state"] for task in found["tasks"]].count("succeeded") == 10
+    assert found["budget"]["exceeded"]["dimension"] == "processOutputBytes"
+    assert found["budget"]["usage"]["processOutputBytes"] == found["budget"]["limits"]["processOutputBytes"] == 20
+
+
 PROMISES: dict[str, Callable[[Field, Callable[..., Any]], None]] = {
     "hello.yaml": _hello,
     "dataflow.yaml": _dataflow,
@@ -141,6 +162,8 @@ PROMISES: dict[str, Callable[[Field, Callable[..., Any]], None]] = {
     "memory.yaml": _memory,
     "retry.yaml": _retry,
     "archive.yaml": _archive,
+    "approval.yaml": _approval,
+    "budget.yaml": _budget,
 }
 
 
