@@ -59,6 +59,10 @@ class Faults:
         """The points that `AGENTCTL_FAULT` names, or none."""
         return cls(os.environ.get("AGENTCTL_FAULT"))
 
+    def waits_at(self, *points: str) -> bool:
+        """Whether this process was told to act at one of these points."""
+        return self._point in points
+
     def reach(self, point: str) -> None:
         """Tell that this process is at `point`; it may not return."""
         if point != self._point:

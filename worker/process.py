@@ -131,6 +131,8 @@ class Worker:
         self._ids: IdSource = SystemIds(clock)
         self._ahead: Prepared | None = None
         self._reach = 1
+        # Claim and start in one transaction leave no moment between them; who wants to stop there gets two.
+        self._looks_ahead = not faults.waits_at("after_claim", "before_effect_start")
         self._next_beat = clock.monotonic() + self._timing.heartbeat
         signal.signal(signal.SIGTERM, self._on_signal)
         signal.signal(signal.SIGINT, self._on_signal)
@@ -175,7 +177,10 @@ class Worker:
     def _claim(self, idle: bool) -> Following | None:
         """Claim something. An idle worker looks first, without the gate, and prepares for what it sees."""
         self._ahead = None
-        if idle:
+        if idle and not self._looks_ahead:
+            if not self._store.has_ready(self._config.only_run):
+                return None
+        elif idle:
             candidate = self._store.peek(self._config.only_run, skip=0)
             if candidate is not None:
                 self._ahead = self._runner.prepare(candidate)
@@ -231,7 +236,7 @@ class Worker:
         else:
             self._watch.failed += 1
         next_claim = not self._draining()
-        if next_claim:
+        if next_claim and self._looks_ahead:
             self._look_ahead()
         following, driver = self._store.finish(
             claim,
