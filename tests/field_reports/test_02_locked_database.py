@@ -40,7 +40,7 @@ def test_a_stranger_that_locks_back_to_back_costs_time_only(field: Field) -> Non
     assert (outcome.code, outcome.data["state"]) == (0, "succeeded"), outcome.err
     assert sorted(field.labels()) == sorted(f"t-{number}" for number in range(TASKS))
     assert set(field.tasks(run_id).values()) == {("succeeded", 1, 1)}
-    assert len(answers) >= 3
+    assert answers, "nobody could ask while the stranger held the lock"
     assert {answer.code for answer in answers} == {0}
     # Starting the program is part of it: on a machine that also runs eight workers that is most of the time.
     assert sorted(answer.seconds for answer in answers)[len(answers) // 2] < bound(1)
