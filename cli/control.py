@@ -109,7 +109,10 @@ def effects() -> None:
 def effects_list(settings: Settings, run_name: str | None, task_id: str | None, uncertain: bool) -> None:
     """The effects of a run in compiled order, or all uncertain ones."""
     if uncertain == (run_name is not None):
-        raise UsageError("give a RUN or --uncertain, not both", remedy="`agentctl effects list --uncertain`")
+        raise UsageError(
+            "give either a RUN or --uncertain",
+            remedy="`agentctl effects list RUN`, or `agentctl effects list --uncertain` for all runs",
+        )
     if uncertain and task_id is not None:
         raise UsageError("--task belongs to a RUN")
     with closing(open_store(settings)) as store:

@@ -9,6 +9,7 @@ click, 70 for an internal error, 130 after an interrupt, 141 when the reader of 
 
 from __future__ import annotations
 
+import math
 import os
 import signal
 import sys
@@ -31,6 +32,16 @@ EXIT_PIPE = 141
 
 OUTPUTS = ("human", "json", "jsonl")
 COLORS = ("auto", "always", "never")
+
+
+class Seconds(click.FloatRange):
+    """A number of seconds: `nan` and `inf` are numbers to Python, but no time to wait."""
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> float:
+        seconds = float(super().convert(value, param, ctx))
+        if not math.isfinite(seconds):
+            self.fail(f"{value!r} is not a number of seconds", param, ctx)
+        return seconds
 
 
 @dataclass(slots=True)

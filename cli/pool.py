@@ -93,7 +93,13 @@ def run_in_foreground(
     machine's processors allow). SIGINT, SIGTERM and the end of `timeout` seconds cancel the run; this returns when that
     is done.
     """
-    _Foreground(path, run_id, workers, on_change, plan, timeout).run(resume)
+    try:
+        _Foreground(path, run_id, workers, on_change, plan, timeout).run(resume)
+    except EnvironmentFault as fault:
+        # The run exists: to run the file again would do what is done a second time.
+        fault.run_id = run_id
+        fault.remedy = f"put that right, then `agentctl resume {run_id}`: what is done stays done"
+        raise
 
 
 def _sooner(one: float | None, other: float | None) -> float | None:
@@ -302,10 +308,11 @@ class _Pool:
                     self._ensure_coordinator()
                 self._base.tick()
                 self._supervisor.tick()
-                if self._stop.received > signalled:
-                    signalled = self._stop.received
+                for _ in range(self._stop.received - signalled):
+                    # Each counts: two that came together are a drain and a hard end.
                     self._supervisor.drain(self._drain_seconds)
-                elif self._base.drain_requested and not signalled:
+                    signalled += 1
+                if self._base.drain_requested and not signalled:
                     signalled = 1
                     self._supervisor.drain(self._drain_seconds)
                 if signalled and self._supervisor.children() == 0:

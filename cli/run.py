@@ -19,7 +19,7 @@ from agentctl.store.errors import AlreadyTerminal, PolicyError, UsageError
 from agentctl.store.states import RUN_FINAL
 
 from .documents import compile_file, input_options, read_inputs
-from .main import EXIT_INTERRUPTED, Settings, Verb, pass_settings
+from .main import EXIT_INTERRUPTED, Seconds, Settings, Verb, pass_settings
 from .render import (
     Printer,
     Progress,
@@ -103,7 +103,7 @@ _workers_option = click.option(
 _timeout_option = click.option(
     "--timeout-seconds",
     "timeout",
-    type=click.FloatRange(min=0, min_open=True),
+    type=Seconds(min=0, min_open=True),
     metavar="S",
     help="Cancel the run when it is not over after S seconds (exit 130).",
 )
@@ -505,7 +505,7 @@ def _warn_if_waiting_is_vain(settings: Settings, store: Store, views: Views, run
 
 @click.command(cls=Verb)
 @click.argument("run_name", metavar="RUN")
-@click.option("--timeout-seconds", type=click.FloatRange(min=0), metavar="S", help="Give up waiting after S seconds.")
+@click.option("--timeout-seconds", type=Seconds(min=0), metavar="S", help="Give up waiting after S seconds.")
 @pass_settings
 @click.pass_context
 def wait(context: click.Context, settings: Settings, run_name: str, timeout_seconds: float | None) -> None:

@@ -7,7 +7,7 @@ from contextlib import closing
 
 import click
 
-from .main import Settings, VerbGroup, pass_settings
+from .main import Seconds, Settings, VerbGroup, pass_settings
 from .render import Printer, clean, size, warn
 from .run import open_store, views_of
 
@@ -29,7 +29,7 @@ def workers() -> None:
 @click.option("--no-coordinator", is_flag=True, help="Only workers: another process drives the runs.")
 @click.option(
     "--drain-seconds",
-    type=click.FloatRange(min=0),
+    type=Seconds(min=0),
     default=DEFAULT_DRAIN_SECONDS,
     metavar="S",
     help="How long running commands may go on after SIGTERM (30).",

@@ -347,7 +347,10 @@ def translate(error: apsw.Error, path: Path) -> AgentctlError:
             remedy="restore a backup; keep the damaged file for a rescue with `sqlite3 FILE .recover`",
         )
     if isinstance(error, apsw.FullError):
-        return EnvironmentFault(f"the disk under {path} is full", remedy="free some space and run the command again")
+        return EnvironmentFault(
+            f"the disk under {path} is full",
+            remedy="free some space; a run that exists goes on with `agentctl resume RUN`",
+        )
     if isinstance(error, apsw.ReadOnlyError | apsw.CantOpenError | apsw.PermissionsError | apsw.AuthError):
         return EnvironmentFault(
             f"{path} cannot be opened for writing: {error}", remedy="check permissions of the file and its folder"
@@ -355,7 +358,7 @@ def translate(error: apsw.Error, path: Path) -> AgentctlError:
     if isinstance(error, apsw.IOError):
         if _is_failed_sync(error):
             return _sync_failed(path, str(error))
-        return EnvironmentFault(f"the disk under {path} failed: {error}", remedy="check the disk, then run again")
+        return EnvironmentFault(f"the disk under {path} failed: {error}", remedy="check the disk; a run that exists goes on with `agentctl resume RUN`")
     if isinstance(error, apsw.ConstraintError):
         return ConflictError(f"the database refused an inconsistent change: {error}")
     if isinstance(error, apsw.BusyError):

@@ -382,3 +382,13 @@ def test_the_envelope_of_an_error_is_json_whatever_the_text(cli: Any) -> None:
     )
     assert result.returncode == 2
     assert json.loads(result.stderr.decode("utf-8"))["ok"] is False
+
+
+@pytest.mark.parametrize("text", ["nan", "inf", "-1", "soon"])
+@pytest.mark.parametrize("words", [("wait", "run-x"), ("run", "hello.yaml"), ("workers", "start")])
+def test_seconds_are_a_number_that_ends(cli: Any, words: tuple[str, ...], text: str) -> None:
+    option = "--drain-seconds" if words[0] == "workers" else "--timeout-seconds"
+    result = cli(*words, option, text)
+    assert result.code == 2, result.err
+    assert option in result.err
+    assert not (cli.folder / ".agentctl").exists()

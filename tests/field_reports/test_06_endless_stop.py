@@ -7,6 +7,7 @@ import signal
 import pytest
 from support.children import wait_until
 from support.field import Field, bound, seconds
+from support.scale import repeats
 
 STUBBORN = "trap '' TERM; printf '%s deaf 0\\n' \"$AGENTCTL_EFFECT_ID\" >> \"$0\"; while :; do sleep 1; done"
 
@@ -61,3 +62,17 @@ def test_a_drain_that_has_nothing_to_force_is_clean(field: Field) -> None:
     assert field.json("resume", run_id).code == 0
     assert len(field.lines()) == 2
     field.check_clean_end()
+
+
+@pytest.mark.timeout(300)
+def test_stop_hard_ends_what_runs_every_time(field: Field) -> None:
+    """`workers stop --hard` sends two signals; together they are a hard end, however close they come."""
+    for number in range(repeats(30, at_least=3)):
+        pool = field.pool(2)
+        begun = len(field.lines())
+        run_id = field.submit(field.workflow(f"hard-{number}", [field.tick_fan("t", 2, 600, idempotent=False)]))
+        wait_until(lambda begun=begun: len(field.lines()) == begun + 2, "both have begun")
+        assert field("workers", "stop", "--hard").code == 0
+        assert pool.wait(bound(6)).code == 3
+        assert field.effect_processes() == {}
+        assert field("cancel", run_id).code == 0
