@@ -358,7 +358,10 @@ def translate(error: apsw.Error, path: Path) -> AgentctlError:
     if isinstance(error, apsw.IOError):
         if _is_failed_sync(error):
             return _sync_failed(path, str(error))
-        return EnvironmentFault(f"the disk under {path} failed: {error}", remedy="check the disk; a run that exists goes on with `agentctl resume RUN`")
+        return EnvironmentFault(
+            f"the disk under {path} failed: {error}",
+            remedy="check the disk; a run that exists goes on with `agentctl resume RUN`",
+        )
     if isinstance(error, apsw.ConstraintError):
         return ConflictError(f"the database refused an inconsistent change: {error}")
     if isinstance(error, apsw.BusyError):
