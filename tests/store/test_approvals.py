@@ -5,8 +5,6 @@ from __future__ import annotations
 import dataclasses
 import json
 from collections.abc import Iterator
-from multiprocessing.connection import Connection
-from multiprocessing.synchronize import Barrier
 from pathlib import Path
 
 import apsw
@@ -16,6 +14,7 @@ from agentctl.store.clock import SystemClock
 from agentctl.store.engine import Store
 from agentctl.store.errors import ConflictError, NotFoundError
 from agentctl.store.records import AttemptHeld, Batch, Claim, EffectRequest, StartedEffect
+from support import store_children
 from support.builders import Driver, Hand, effect_request, new_run, open_store
 from support.children import SPAWN, Children
 from support.clock import ManualClock
@@ -149,18 +148,6 @@ def test_a_batch_that_was_decided_before_the_answer_is_refused(store: Store) -> 
     assert store.run_head("run-1")[1] == revision + 1
 
 
-def answer(path: Path, approval_id: str, approve: bool, barrier: Barrier, out: Connection) -> None:
-    """A shell of its own that decides at the same instant as another one."""
-    store = Store(path, SystemClock())
-    barrier.wait()
-    try:
-        store.resolve_approval(approval_id, approve=approve, actor="yes" if approve else "no", reason="")
-        out.send("decided")
-    except ConflictError as error:
-        out.send(error.message)
-    store.close()
-
-
 @pytest.mark.slow
 def test_two_processes_that_decide_at_one_instant(tmp_path: Path, children: Children) -> None:
     store = open_store(tmp_path, SystemClock())
@@ -170,7 +157,7 @@ def test_two_processes_that_decide_at_one_instant(tmp_path: Path, children: Chil
         lines = []
         for approve in (True, False):
             here, there = SPAWN.Pipe(duplex=False)
-            children.spawn(answer, store.path, approval_id, approve, barrier, there)
+            children.spawn(store_children.decide, store.path, approval_id, approve, barrier, there)
             lines.append(here)
         said = [line.recv() for line in lines]
         assert sorted(text == "decided" for text in said) == [False, True]

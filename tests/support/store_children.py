@@ -14,6 +14,7 @@ import apsw
 from agentctl.store import gate, migrate
 from agentctl.store.clock import SystemClock
 from agentctl.store.engine import Store
+from agentctl.store.errors import ConflictError
 from agentctl.store.records import AttemptHeld, EffectEnd, StartedEffect
 
 from support.builders import Hand, effect_request, new_run, process_row
@@ -164,3 +165,15 @@ def be_newer(path: Path, line: Connection) -> None:
         tx.execute(f"PRAGMA user_version = {migrate.LATEST + 1}")
     line.send("migrated")
     line.recv()
+
+
+def decide(path: Path, approval_id: str, approve: bool, barrier: Barrier, out: Connection) -> None:
+    """A shell of its own that decides at the same instant as another one."""
+    store = Store(path, SystemClock())
+    barrier.wait()
+    try:
+        store.resolve_approval(approval_id, approve=approve, actor="yes" if approve else "no", reason="")
+        out.send("decided")
+    except ConflictError as error:
+        out.send(error.message)
+    store.close()

@@ -11,6 +11,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from multiprocessing import resource_tracker
 from pathlib import Path
 from typing import Any
 from uuid import uuid4
@@ -57,6 +58,14 @@ def token() -> Iterator[Token]:
     made = Token()
     yield made
     made.close()
+
+
+@pytest.fixture(autouse=True)
+def no_helper_of_multiprocessing() -> None:
+    """Earlier tests may have left its resource tracker, which is a child of this process and no stray."""
+    tracker = resource_tracker._resource_tracker
+    if getattr(tracker, "_fd", None) is not None:
+        tracker._stop()
 
 
 @pytest.fixture
