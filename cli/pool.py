@@ -19,7 +19,7 @@ from agentctl.coordinator.supervisor import Supervisor, clean_environment, names
 from agentctl.store import process_identity
 from agentctl.store.clock import SystemClock, SystemIds
 from agentctl.store.engine import Store
-from agentctl.store.errors import EnvironmentFault, NotFoundError
+from agentctl.store.errors import EnvironmentFault
 from agentctl.store.faults import Faults
 from agentctl.store.gate import yield_gently
 from agentctl.store.process_identity import Liveness, ProcessIdentity
@@ -481,15 +481,3 @@ def _finish_request(store: Store, clock: SystemClock, run_id: str, *, resume: bo
                 coordinator.wait()
     finally:
         coordinator.close()
-
-
-def drain_worker(path: Path, name: str) -> ProcessRow:
-    """Ask one worker to drain; it is not replaced. Raises `NotFoundError`."""
-    store = Store(path, SystemClock())
-    try:
-        row = store.find_process(name, "worker")
-        if not store.request_drain(row.process_id):
-            raise NotFoundError(f"worker {name} has ended already")
-        return row
-    finally:
-        store.close()

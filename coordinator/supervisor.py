@@ -93,10 +93,6 @@ class Supervisor:
         """Children that have not been reaped."""
         return sum(1 for slot in self._slots if slot.child is not None)
 
-    def ready_children(self) -> int:
-        """Children that have registered."""
-        return sum(1 for slot in self._slots if slot.child is not None and slot.child.ready)
-
     def tick(self) -> None:
         """Reap, rescue, replace. Raises `EnvironmentFault` when children cannot be started, after having tried."""
         for slot in self._slots:
