@@ -354,7 +354,7 @@ class _Pool:
             )
             return coordinator_main, (config,)
 
-        self._supervisor.add("coordinator", entry, prefix="coordinator")
+        self._supervisor.add("coordinator", entry, prefix="coordinator", last=True)
 
 
 def start_coordinator(path: Path) -> int:

@@ -121,6 +121,9 @@ def serve(config: CoordinatorConfig, parent_sentinel: int | None) -> None:
             if parent_sentinel in coordinator.wait(watched):
                 log.warning("the supervisor is gone; this coordinator ends")
                 break
+        # What workers have finished before they went is committed, so that the tables do not call it running. One
+        # round, since a run without effects could go on in it for long.
+        coordinator.tick()
     finally:
         coordinator.close()
         store.close()

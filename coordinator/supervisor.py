@@ -59,6 +59,7 @@ class _Slot:
     name: str
     entry: Entry
     prefix: str
+    last: bool
     child: _Child | None = None
     failures: int = 0
     not_before: float = 0.0
@@ -78,12 +79,13 @@ class Supervisor:
         self._draining = False
         self._hard_at: float | None = None
         self._killed = False
+        self._last_asked = False
         self._last_listen: float | None = None
         self.forced = False
 
-    def add(self, name: str, entry: Entry, *, prefix: str = "worker") -> None:
-        """A slot that is filled at the next tick."""
-        self._slots.append(_Slot(name, entry, prefix))
+    def add(self, name: str, entry: Entry, *, prefix: str = "worker", last: bool = False) -> None:
+        """A slot that is filled at the next tick. `last`: in a drain its child is asked to end after all the others."""
+        self._slots.append(_Slot(name, entry, prefix, last))
 
     def sentinels(self) -> list[int]:
         """Descriptors that become readable when a child ends."""
@@ -132,7 +134,8 @@ class Supervisor:
             return
         self._draining = True
         self._hard_at = self._clock.monotonic() + limit_seconds
-        self._signal_all(signal.SIGTERM)
+        self._signal_workers(signal.SIGTERM)
+        self._end_the_last()
 
     def hurry(self) -> None:
         """A second signal: running effects are ended now."""
@@ -142,19 +145,33 @@ class Supervisor:
         self.forced = True
         self._hard_at = self._clock.monotonic() + HARD_END_SECONDS
         # Not SIGTERM again: two of them that are pending together count as one.
-        self._signal_all(signal.SIGQUIT)
+        self._signal_workers(signal.SIGQUIT)
+
+    def _end_the_last(self) -> None:
+        """Who commits what the workers finish (the coordinator) goes after them, so that nothing is left lying."""
+        if self._last_asked or any(slot.child is not None for slot in self._slots if not slot.last):
+            return
+        self._last_asked = True
+        now = self._clock.monotonic()
+        self._hard_at = max(self._hard_at or now, now + HARD_END_SECONDS)
+        self._signal([slot for slot in self._slots if slot.last], signal.SIGTERM)
 
     def _press_on(self) -> None:
+        self._end_the_last()
         if self._hard_at is None or self._clock.monotonic() < self._hard_at or self.children() == 0:
             return
         if not self.forced:
             self.hurry()
         elif not self._killed:
             self._killed = True
-            self._signal_all(signal.SIGKILL)
+            self._signal(self._slots, signal.SIGKILL)
 
-    def _signal_all(self, number: int) -> None:
-        for slot in self._slots:
+    def _signal_workers(self, number: int) -> None:
+        self._signal([slot for slot in self._slots if not slot.last], number)
+
+    @staticmethod
+    def _signal(slots: Iterable[_Slot], number: int) -> None:
+        for slot in slots:
             if slot.child is not None and slot.child.process.pid is not None and slot.child.process.exitcode is None:
                 os.kill(slot.child.process.pid, number)
 

@@ -61,3 +61,20 @@ def test_a_stop_right_after_the_start_of_the_pool(field: Field) -> None:
         wait_until(lambda: field.processes() == [], "no process of the pool is left", seconds=10)
     assert len({line.effect for line in field.lines()}) == len(field.lines())
     field.check_clean_end()
+
+
+@pytest.mark.timeout(300)
+def test_a_drained_pool_leaves_no_result_uncommitted(field: Field) -> None:
+    """The coordinator of a pool goes after its workers: what they finished is in the tables when the pool has ended."""
+    run_id = field.submit(field.workflow("many", [field.tick_fan("t", 400, 0.02, idempotent=False)]))
+    ended = "SELECT COUNT(*) FROM tasks WHERE run_id = ? AND state = 'succeeded'"
+    for _ in range(repeats(20, at_least=4)):
+        before = field.scalar(ended, run_id)
+        pool = field.pool(4)
+        wait_until(lambda before=before: field.scalar(ended, run_id) > before, "progress")  # type: ignore[misc]
+        pool.signal(signal.SIGTERM)
+        assert pool.wait(40).code == 0
+        assert field.rows("SELECT state FROM attempts WHERE state IN ('claimed', 'finished')") == []
+        assert field.rows("SELECT task_id FROM tasks WHERE state = 'running'") == []
+        assert field.scalar(ended, run_id) >= len(field.lines())  # the fan-out itself may be one more
+    field.check_clean_end()

@@ -456,11 +456,12 @@ class Field:
         assert self.rows("PRAGMA integrity_check") == [("ok",)]
         orphaned = [
             (task_id, holder)
-            for task_id, holder, identity in self.rows(
-                "SELECT t.task_id, a.holder, p.identity FROM tasks t LEFT JOIN attempts a ON a.task_no = t.task_no "
-                "AND a.state = 'claimed' LEFT JOIN processes p ON p.process_id = a.holder WHERE t.state = 'running'"
+            for task_id, state, holder, identity in self.rows(
+                "SELECT t.task_id, a.state, a.holder, p.identity FROM tasks t LEFT JOIN attempts a "
+                "ON a.live_task = t.task_no LEFT JOIN processes p ON p.process_id = a.holder WHERE t.state = 'running'"
             )
-            if identity is None or not alive(identity)
+            # What is finished waits for the next driver only.
+            if state != "finished" and (identity is None or not alive(identity))
         ]
         assert orphaned == [], "tasks are running without a live owner"
         if not uncertain:
