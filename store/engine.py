@@ -366,8 +366,7 @@ class Store:
 
     def peek(self, only_run: str | None, *, skip: int) -> Candidate | None:
         """What a claim would probably take, after `skip` others; takes no lock and promises nothing."""
-        with self.database.read() as tx:
-            return task_queue.peek(tx, only_run, skip=skip)
+        return self.database.guess(lambda tx: task_queue.peek(tx, only_run, skip=skip))
 
     def finish(
         self,

@@ -65,7 +65,10 @@ def has_ready(tx: Connection, only_run: str | None) -> bool:
 
 
 def peek(tx: Connection, only_run: str | None, *, skip: int) -> Candidate | None:
-    """What a claim would take, after `skip` others; takes no lock. Only attempts that were never delivered before."""
+    """What a claim would take, after `skip` others; takes no lock. Only attempts that were never delivered before.
+
+    The two looks may see different moments: what they find is a guess that the claim examines.
+    """
     row = (tx.execute(_NEXT_RUN) if only_run is None else tx.execute(_ONE_RUN, (only_run,))).fetchone()
     if row is None:
         return None

@@ -19,13 +19,14 @@ class WakeFolder:
 
     def __init__(self, database: Path) -> None:
         self.path = database.with_name(database.name + ".wake")
+        self._prefix = f"{self.path}/"
+        self._room = _MAX_PATH - len(os.fsencode(self._prefix))
         self._fd: int | None = None
         self._sender: socket.socket | None = None
 
     def _address(self, process_id: str) -> str:
-        direct = str(self.path / process_id)
-        if len(os.fsencode(direct)) <= _MAX_PATH:
-            return direct
+        if len(process_id) <= self._room:
+            return self._prefix + process_id
         if self._fd is None:
             self._fd = os.open(self.path, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
         return f"/proc/self/fd/{self._fd}/{process_id}"
