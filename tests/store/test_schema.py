@@ -12,7 +12,7 @@ from typing import Any
 
 import apsw
 import pytest
-from agentctl.store import filesystem, migrate, states
+from agentctl.store import filesystem, migrate, runs, states
 from agentctl.store.clock import SystemClock
 from agentctl.store.database import Database
 from agentctl.store.engine import Store
@@ -496,3 +496,17 @@ def test_sql_is_spoken_in_the_store_only() -> None:
         if re.search(r"^\s*(import|from)\s+(apsw|sqlite3)\b", path.read_text(encoding="utf-8"), re.M)
     }
     assert users <= {"cli/misc.py"}, "only `version` asks the binding, for its number"
+
+
+def test_the_question_for_future_records_reads_no_other_records(store: Store) -> None:
+    """However long a run is: each of its large tables has an index that holds only records of a newer agentctl."""
+    for _, table, column, known in runs.VERSIONED:
+        plan = rows(
+            store,
+            f"EXPLAIN QUERY PLAN SELECT {column} FROM {table} "  # noqa: S608
+            f"WHERE run_id = 'r' AND {column} > {known} LIMIT 1",
+        )
+        wanted = {"run_budgets": "PRIMARY KEY", "approvals": "", "effect_reconciliations": ""}.get(
+            table, f"{table}_future"
+        )
+        assert wanted in plan[0][3] and plan[0][3].startswith("SEARCH"), plan
