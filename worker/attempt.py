@@ -9,7 +9,6 @@ from __future__ import annotations
 import logging
 import os
 from collections import OrderedDict
-from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 from agentctl.store import policy as policies
@@ -30,6 +29,7 @@ from agentctl.store.records import (
     RecordedEffect,
     StartedEffect,
     StartRefused,
+    record,
 )
 from agentctl.store.states import may_repeat
 from agentctl.store.timing import Timing
@@ -44,7 +44,7 @@ KNOWN_RUNS = 16
 Answer: TypeAlias = StartedEffect | RecordedEffect | StartRefused | AttemptHeld
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class Ending:
     """How a delivery ends: `attempt` is to be finished, or with `release` to be given back for that reason.
 
@@ -57,7 +57,7 @@ class Ending:
     held: bool = False
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class Prepared:
     """A candidate with the effect that it will ask for. `since` is when it was prepared (monotonic seconds)."""
 
@@ -67,7 +67,7 @@ class Prepared:
     since: float
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class _RunSettings:
     actions: dict[str, Any]
     policy: policies.Policy

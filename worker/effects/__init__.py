@@ -16,6 +16,7 @@ from typing import Any, Final, Literal, Protocol, TypeAlias
 
 from agentctl.store.errors import TaskFault
 from agentctl.store.policy import Policy
+from agentctl.store.records import record
 
 Status: TypeAlias = Literal["succeeded", "failed", "uncertain", "not_dispatched"]
 
@@ -34,7 +35,7 @@ class CancelToken(Protocol):
         ...
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class Work:
     """What an attempt gives to an action.
 
@@ -72,7 +73,7 @@ class EffectContext:
     holder: str = ""
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class EffectOutcome:
     """How one dispatch ended.
 
@@ -100,7 +101,7 @@ class EffectOutcome:
         return cls("failed", error=fault.as_json())
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class EffectPlan:
     """An effect that is ready to be requested.
 
@@ -120,7 +121,7 @@ class EffectPlan:
     execute: Callable[[EffectContext], EffectOutcome]
 
 
-@dataclass(frozen=True, slots=True)
+@record
 class Done:
     """Finished without an effect: no row, no approval, no charge (an unchanged `builtin.write`, contract
     3)."""
