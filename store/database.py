@@ -125,9 +125,10 @@ class Database:
             # The file and its companions are born private; opening them ourselves would drop SQLite's locks.
             old_umask = os.umask(0o077)
             try:
+                # One thread uses a connection, so SQLite need not lock it at every call.
                 self.connection = apsw.Connection(
                     str(self.path),
-                    flags=apsw.SQLITE_OPEN_READWRITE | apsw.SQLITE_OPEN_CREATE,
+                    flags=apsw.SQLITE_OPEN_READWRITE | apsw.SQLITE_OPEN_CREATE | apsw.SQLITE_OPEN_NOMUTEX,
                     vfs=vfs,
                     statementcachesize=512,
                 )
