@@ -34,6 +34,11 @@ _EMPTY: dict[str, Any] = {}
 _AGGREGATES = frozenset({"aggregate", "loop_aggregate"})
 """What is evaluated however its children ended (contract 4.4)."""
 
+_CONTRACTS = {
+    "subworkflow_input": "the inputs of the call do not fit inputSchema",
+    "subworkflow_aggregate": "the outputs of the sub-workflow do not fit outputSchema",
+}
+
 HELD_WINDOW = 256
 """How many attempts of a run may wait for budget before no further ones are tried: each try costs a claim."""
 
@@ -334,7 +339,7 @@ class Scheduler:
             )
         )
         code = None if error is None else error.get("code")
-        self._move(position, state, origin, batch, digest=digest, code=code)
+        self._move(position, state, origin, batch, digest=digest, code=code, decision=decision)
         self._open -= 1
         for dependent in self.index.dependents[position]:
             self._left[dependent] -= 1
@@ -350,14 +355,15 @@ class Scheduler:
         *,
         digest: str | None = None,
         code: str | None = None,
+        decision: str | None = None,
     ) -> None:
         self.state[position] = state
         attempt = self.attempt[position]
         batch.changes.append([position, state, attempt, digest, code])
-        if code is None:
-            payload = f'{{"attempt":{attempt},"from":"{origin}","to":"{state}"}}'
-        else:
-            payload = f'{{"attempt":{attempt},"code":{canonical(code)},"from":"{origin}","to":"{state}"}}'
+        why = "" if code is None else f'"code":{canonical(code)},'
+        if decision is not None:
+            why += f'"decision":{decision},'
+        payload = f'{{"attempt":{attempt},{why}"from":"{origin}","to":"{state}"}}'
         batch.events.append(Event("task.transition", self.index.tasks[position].id, payload))
 
     # -- what can begin --------------------------------------------------------------------------------------------
@@ -463,7 +469,8 @@ class Scheduler:
             if check is not None:
                 problem = check(loads(text))
                 if problem is not None:
-                    raise TaskFault("output_contract", f"the output does not fit outputSchema: {problem}")
+                    what = _CONTRACTS.get(task.uses_kind, "the output does not fit outputSchema")
+                    raise TaskFault("output_contract", f"{what}: {problem}")
             self._final(position, "succeeded", text, None, batch, origin, input_digest=digest, decision=decision)
         except TaskFault as fault:
             self._final(position, "failed", None, fault.as_json(), batch, origin, decision=decision)
@@ -493,7 +500,7 @@ class Scheduler:
         batch.enqueues.append(NewAttempt(position, task.id, number, task.timeout_seconds * 1000, input_json))
         self._bytes += len(input_json)
         self._in_flight.add(position)
-        self._move(position, "ready", origin, batch)
+        self._move(position, "ready", origin, batch, decision=decision)
 
     def _decision(
         self, expression: str, own: Any, snapshot: dict[str, str], needs: Iterable[int], result: bool

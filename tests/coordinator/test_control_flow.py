@@ -61,6 +61,8 @@ def test_a_decision_is_kept_and_a_skip_is_passed_on(table: Bench) -> None:
     assert record["condition"] == done.tasks["b"].decision
     assert (record["condition"]["expression"], record["condition"]["result"]) == ("${{ inputs.go }}", False)
     assert record["condition"]["contextDigest"].startswith("sha256:v1:")
+    for name in "be":
+        assert done.tasks[name].decided == (done.tasks[name].decision,), "the audit has it, too"
     for name in "cd":
         assert (done.tasks[name].output, done.tasks[name].decision) == (None, None)
         assert done.tasks[name].error["message"] == NOT_DONE
@@ -321,6 +323,7 @@ def test_a_guard_that_stays_true_fails_closed(table: Bench) -> None:
     assert [done.tasks[name].state for name in GOLDEN] == ["succeeded"] * 3
     assert (done.tasks["refine"].state, done.tasks["refine"].output) == ("failed", None)
     assert done.tasks["refine"].decision["result"] is True
+    assert [task.decided[0]["result"] for task in done.tasks.values() if task.decided] == [True] * 4
 
 
 def test_a_guard_that_is_false_after_the_last_iteration_is_fine(table: Bench) -> None:

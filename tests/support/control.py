@@ -28,13 +28,16 @@ HEAD = "apiVersion: agentctl.dev/v1\nkind: Workflow\nmetadata: {name: demo}\nspe
 
 @dataclass(frozen=True)
 class Ended:
-    """One task after the end of its run. `moves` are the states that it went through, as the audit tells."""
+    """One task after the end of its run. `moves` are the states that it went through, as the audit tells; `decided` are
+    the decisions that stand in the audit.
+    """
 
     state: str
     output: Any
     error: Any
     decision: Any
     moves: tuple[str, ...]
+    decided: tuple[Any, ...]
 
 
 @dataclass(frozen=True)
@@ -91,12 +94,19 @@ class Bench:
         """What a run has come to."""
         columns = "task_id, state, output_json, error_json, decision_json"
         found = rows(self.store, f"SELECT {columns} FROM tasks WHERE run_id = ? ORDER BY task_no", run_id)  # noqa: S608
-        moves: dict[str, list[str]] = {}
+        moves: dict[str, list[dict[str, Any]]] = {}
         events = "SELECT task_id, payload_json FROM audit_events WHERE run_id = ? AND event_type = 'task.transition'"
         for task, payload in rows(self.store, events + " ORDER BY sequence", run_id):
-            moves.setdefault(task, []).append(json.loads(payload)["to"])
+            moves.setdefault(task, []).append(json.loads(payload))
         tasks = {
-            name: Ended(state, _value(output), _value(error), _value(decision), tuple(moves.get(name, ())))
+            name: Ended(
+                state,
+                _value(output),
+                _value(error),
+                _value(decision),
+                tuple(move["to"] for move in moves.get(name, ())),
+                tuple(move["decision"] for move in moves.get(name, ()) if "decision" in move),
+            )
             for name, state, output, error, decision in found
         }
         run = self.store.get_run(run_id)
