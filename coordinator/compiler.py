@@ -201,7 +201,7 @@ class _Compiler:
     # ---------------------------------------------------------------------- phases
 
     def compile(self) -> Plan:
-        self.declared = flatten(self.spec, self.report)
+        self.declared = flatten(self.spec, self.report, self.document.source.locate)
         self.stop_if_wrong()
         sources = [self.source(index, item) for index, item in enumerate(self.declared)]
         self.stop_if_wrong()

@@ -27,6 +27,8 @@ MAX_ID = 1000
 
 Role = Literal["task", "subworkflow_input", "subworkflow_aggregate"]
 Report = Callable[..., None]
+Locate = Callable[[Path], tuple[int, int]]
+"""Line and column of a place in the document."""
 
 
 def boundary_id(call: str, workflow: str, version: str) -> str:
@@ -117,9 +119,9 @@ class Declared:
     given: frozenset[str] = frozenset()
 
 
-def flatten(spec: Spec, report: Report) -> list[Declared]:
+def flatten(spec: Spec, report: Report, locate: Locate) -> list[Declared]:
     """All tasks in declaration order. Findings go to `report`; then the result is not to be used."""
-    if not _definitions_are_sound(spec, report):
+    if not _definitions_are_sound(spec, report, locate):
         return []
     prefixes: dict[str, Path] = {}
     return list(_tasks(spec, spec.tasks, ("spec", "tasks"), None, prefixes, report))
@@ -179,14 +181,14 @@ def _call(
 # ---------------------------------------------------------------------- checks of definitions
 
 
-def _definitions_are_sound(spec: Spec, report: Report) -> bool:
+def _definitions_are_sound(spec: Spec, report: Report, locate: Locate) -> bool:
     """Whether every call has a definition, no definition calls itself, and the whole is not too large.
 
     Each definition is looked at once, however often it is called, and also when it never is.
     """
     sound = True
     for name, sub in spec.subworkflows.items():
-        sound &= _names_are_sound(name, sub, report)
+        sound &= _names_are_sound(name, sub, report, locate)
     groups: list[tuple[Path, list[Task]]] = [(("spec", "tasks"), spec.tasks)]
     groups += [(("spec", "subworkflows", name, "tasks"), sub.tasks) for name, sub in spec.subworkflows.items()]
     for path, tasks in groups:
@@ -199,17 +201,17 @@ def _definitions_are_sound(spec: Spec, report: Report) -> bool:
     return sound and _nesting_is_sound(spec, report)
 
 
-def _names_are_sound(name: str, sub: Subworkflow, report: Report) -> bool:
+def _names_are_sound(name: str, sub: Subworkflow, report: Report, locate: Locate) -> bool:
     sound = True
     path: Path = ("spec", "subworkflows", name, "tasks")
     known = {task.id for task in sub.tasks}
-    seen: set[str] = set()
+    seen: dict[str, int] = {}
     for index, task in enumerate(sub.tasks):
-        if task.id in seen:
-            message = f"the task id {task.id!r} stands twice in the sub-workflow {name!r}"
+        if seen.setdefault(task.id, index) != index:
+            line, column = locate((*path, seen[task.id], "id"))
+            message = f"the task id {task.id!r} stands twice in the sub-workflow; the first is at {line}:{column}"
             report("duplicate_task", message, (*path, index, "id"), help="give each task its own id")
             sound = False
-        seen.add(task.id)
         for at, need in enumerate(task.needs):
             if need not in known:
                 hint = did_you_mean(need, known, else_list=f"tasks of {name}")
