@@ -609,7 +609,7 @@ class _Compiler:
                 path: Path = (*source.path, "route", *place)
                 entry = entries.get(name)
                 if entry is None:
-                    self.missing("task", name, entries, path)
+                    self.missing("task", *self.around(source, name, set(entries)), path)
                     continue
                 if router not in entry.needed:
                     shown, chosen = self.shown(source, router), self.shown(source, name)
@@ -626,6 +626,13 @@ class _Compiler:
         if source.role == "subworkflow_input" and task_id == source.task.id:
             task_id = task_id.rpartition("--")[0]
         return task_id if source.namespace is None else source.namespace.local(task_id)
+
+    def around(self, source: _Source | None, task_id: str, ids: set[str]) -> tuple[str, set[str]]:
+        """A task id and all that there are, as the author of this part of the document knows them."""
+        if source is None or source.namespace is None:
+            return task_id, ids
+        inside = f"{source.namespace.call}--"
+        return self.shown(source, task_id), {name.removeprefix(inside) for name in ids if name.startswith(inside)}
 
     def own_memory(self, source: _Source) -> bool:
         """Put the prefix of a sub-workflow before the key of its task; False if that cannot be (contract 2.7)."""
@@ -685,9 +692,9 @@ class _Compiler:
                 continue
             name = reference.path[0]
             if name not in ids:
+                shown, known = self.around(source, name, ids)
                 for place in [path] if condition else _reading(value, path, name):
-                    shown = name if source is None else self.shown(source, name)
-                    self.missing("task", shown, ids, place)
+                    self.missing("task", shown, known, place)
             elif source is not None and name not in source.needed:
                 for place in [path] if condition else _reading(value, path, name):
                     reader, read = self.shown(source, source.task.id), self.shown(source, name)
