@@ -78,6 +78,9 @@ _KINDS: dict[str, _Kind] = {
 }
 """The kinds that run; every other kind of the contract is refused by name where a task uses it."""
 
+_HINTS = 20
+"""Findings that come with a hint."""
+
 _MEMORY_KINDS = frozenset({"builtin.memory.read", "builtin.memory.write"})
 
 _OPEN_KINDS = frozenset({"builtin.assign", "builtin.assert"})
@@ -210,7 +213,7 @@ class _Compiler:
         ids = self.unique_ids(sources)
         for source in sources:
             self.check_task(source, ids)
-        self.check_routes(sources)
+        self.check_routes(sources, ids)
         self.check_outputs(ids)
         self.check_budgets(sources)
         self.stop_if_wrong()
@@ -382,7 +385,7 @@ class _Compiler:
     def missing(self, what: str, name: str, known: Mapping[str, Any] | set[str], path: Sequence[str | int]) -> None:
         # Likeness is dear among thousands of names, and nobody reads hints by the hundred.
         hint = None
-        if len(self.found) < 20:
+        if len(self.found) < _HINTS:
             hint = did_you_mean(name, known, else_list=f"known {what}s")
         self.report("missing_reference", f"there is no {what} {name!r}", path, help=hint)
 
@@ -592,7 +595,7 @@ class _Compiler:
         source.input = {"select": route.select}
         self.memory_keys(source, references)
 
-    def check_routes(self, sources: list[_Source]) -> None:
+    def check_routes(self, sources: list[_Source], ids: set[str]) -> None:
         """Destinations exist and need their router; they get it as a guard (contract 2.6)."""
         entries = {source.task.id: source for source in sources}
         # What stands for a call is its aggregate, and what begins it its boundary.
@@ -609,7 +612,7 @@ class _Compiler:
                 path: Path = (*source.path, "route", *place)
                 entry = entries.get(name)
                 if entry is None:
-                    self.missing("task", *self.around(source, name, set(entries)), path)
+                    self.missing("task", *self.around(source, name, ids), path)
                     continue
                 if router not in entry.needed:
                     shown, chosen = self.shown(source, router), self.shown(source, name)
@@ -631,6 +634,8 @@ class _Compiler:
         """A task id and all that there are, as the author of this part of the document knows them."""
         if source is None or source.namespace is None:
             return task_id, ids
+        if len(self.found) >= _HINTS:
+            return self.shown(source, task_id), set()
         inside = f"{source.namespace.call}--"
         return self.shown(source, task_id), {name.removeprefix(inside) for name in ids if name.startswith(inside)}
 
