@@ -16,7 +16,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import UnionType
-from typing import Annotated, Any, Literal, Self, TypeAlias
+from typing import TYPE_CHECKING, Annotated, Any, Literal, Self, TypeAlias
 
 from pydantic import (
     AfterValidator,
@@ -33,6 +33,9 @@ from pydantic_core import ErrorDetails, PydanticCustomError
 from .diagnostics import Diagnostic, DocumentError, did_you_mean
 from .expressions import has_template
 from .yaml_document import YamlDocument, collector_paused, read_document
+
+if TYPE_CHECKING:
+    from .variables import Captured
 
 API_VERSION = "agentctl.dev/v1"
 OLD_API_VERSION = "agentctl.dev/v1alpha1"
@@ -814,8 +817,8 @@ class LoadedDocument:
     """A document that passed the model.
 
     `workflow` is its JSON with every default filled in (what the workflow digest is taken over), `source`
-    gives places in the file, `base_dir` is the folder that relative paths start from. Nobody changes any
-    of it.
+    gives places in the file, `base_dir` is the folder that relative paths start from, `variables` is what was
+    captured for it (None: nobody has looked yet). Nobody changes any of it.
     """
 
     file: str
@@ -824,6 +827,7 @@ class LoadedDocument:
     workflow: dict[str, Any]
     source: YamlDocument
     warnings: list[Diagnostic] = field(default_factory=list)
+    variables: Captured | None = None
 
 
 def load_workflow(path: Path) -> LoadedDocument:
