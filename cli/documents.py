@@ -211,12 +211,12 @@ def check(
     """
     given = read_inputs(pairs, inputs_text, inputs_file)
     printer = Printer(settings)
-    wrong = False
+    wrong = 0
     for file in files:
         try:
             document, plan = compile_file(file, given, pairs, vars_files=vars_files, var_pairs=var_pairs)
         except UsageError as error:
-            wrong = True
+            wrong += 1
             print_error(
                 settings,
                 error.message,
@@ -238,6 +238,8 @@ def check(
         noun = "task" if data["tasks"] == 1 else "tasks"
         text = f"{clean(file)}: ok, workflow {clean(plan.workflow_name)}, {data['tasks']} {noun}"
         printer.result("CheckResult", data, partial(Printer.line, text=text), document.warnings)
+    if len(files) > 1 and not settings.json:
+        printer.line(f"{len(files)} files, {wrong or 'all'} of them {'wrong' if wrong else 'fine'}")
     if wrong:
         context.exit(2)
 
