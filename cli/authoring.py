@@ -26,6 +26,9 @@ SCHEMA_FILE = "workflow.schema.json"
 
 TEMPLATES = ("hello", "commands", "files", "fan-out")
 
+SHOWN_CHILDREN = 5
+"""An expansion of more children is shown as one line of a plan."""
+
 FORMATS = ("tree", "mermaid", "dot")
 
 
@@ -137,6 +140,10 @@ def explain(
         task.id: task_origins(document, ("spec", "tasks", index), task)
         for index, task in enumerate(document.model.spec.tasks)
     }
+    for name, sub in document.model.spec.subworkflows.items():
+        for index, task in enumerate(sub.tasks):
+            path = ("spec", "subworkflows", name, "tasks", index)
+            tasks[f"workflow:{name}/{task.id}"] = task_origins(document, path, task)
     data = {
         "workflow": plan.workflow_name,
         "planDigest": plan.plan_digest,
@@ -176,13 +183,20 @@ def _overridden(where: Sequence[Origin]) -> str:
 
 
 def plan_for_people(out: Printer, document: LoadedDocument, plan: Plan) -> None:
-    """The plan as text: what it comes to, then one line for each task, an expansion being one line."""
-    children = plan.budget["plannedExpansionItems"]
-    aggregates = sum(1 for task in plan.tasks.values() if task.uses_kind != "action")
+    """The plan as text: what it comes to, then one line for each task. A wide expansion is one line."""
     declared = len(document.model.spec.tasks)
-    counted = f"{len(plan.order)}"
-    if len(plan.order) != declared:
-        counted += f" ({declared} declared, {children} children of expansions, {aggregates} that gather or choose)"
+    children, rounds = plan.budget["plannedExpansionItems"], plan.budget["plannedLoopIterations"]
+    called = len(plan.order) - declared - children - rounds
+    more = [
+        f"{number} {what}"
+        for number, what in (
+            (children, "children of expansions"),
+            (rounds, "iterations of loops"),
+            (called, "in sub-workflows"),
+        )
+        if number
+    ]
+    counted = f"{len(plan.order)}" + (f" ({declared} declared, {', '.join(more)})" if more else "")
     out.line(f"workflow        {clean(plan.workflow_name)}")
     out.line(f"plan digest     {plan.plan_digest}")
     out.line(f"tasks           {counted}, at most {plan.max_concurrency} at once")
@@ -211,6 +225,10 @@ def _plan_rows(plan: Plan) -> Iterator[tuple[object, ...]]:
             number += f"-{plan.tasks[node.id].position + 1}"
         name = f"{node.id} x{node.children}" if node.children else node.id
         yield number, name, node.uses, _few(node.needs), _effect(plan, task), _limits(task, plan.tasks[node.id])
+        if 0 < node.children <= SHOWN_CHILDREN:
+            # The ids are what other verbs want to be told.
+            for child in plan.tasks[node.id].needs:
+                yield str(plan.tasks[child].position + 1), f"  {child}", "", "", "", ""
 
 
 def _effect(plan: Plan, task: CompiledTask) -> str:

@@ -20,6 +20,9 @@ from .plan_index import PlanIndex
 
 UNKNOWN = "requires_execution"
 
+_GATHERING = frozenset({"aggregate", "loop_aggregate"})
+"""Kinds whose output is made of those of their needs, whatever these are."""
+
 _FROM_THE_INPUT = frozenset({"policy_denied", "invalid_input", "unsupported_capability", "assertion_failed"})
 """Failures that follow from the policy and the input of a task alone, whatever other tasks do."""
 
@@ -48,15 +51,19 @@ class CheckMode:
     # -- before a task begins --------------------------------------------------------------------------------------
 
     def blocked_guard(self, position: int) -> list[str]:
-        """The tasks with unknown outputs that the variables and the condition of a task read."""
+        """The tasks with unknown outputs that decide whether a task runs, or that its variables read."""
         condition, variables = self._index.condition(position), self._index.variables(position)
         references = [item.references for item in (condition, variables) if item is not None]
-        return self._unknown(position, frozenset().union(*references))
+        routers = [name for name, _ in self._index.tasks[position].route_guards if self._is_unknown(name)]
+        return sorted({*routers, *self._unknown(position, frozenset().union(*references))})
+
+    def _is_unknown(self, task_id: str) -> bool:
+        return self.unknown(self._index.place[task_id])
 
     def blocked_input(self, position: int) -> list[str]:
         """The same for its input, and for the memory that it reads."""
         task = self._index.tasks[position]
-        if task.uses_kind in ("aggregate", "loop_aggregate"):
+        if task.uses_kind in _GATHERING:
             return []
         blocked = self._unknown(position, self._index.input(position).references)
         if task.action_kind == "builtin.memory.read":
@@ -67,7 +74,7 @@ class CheckMode:
     def _unknown(self, position: int, references: Iterable[Ref]) -> list[str]:
         found = []
         for item in references:
-            if item.root == "tasks" and self.unknown(self._index.place[item.path[0]]):
+            if item.root == "tasks" and self._is_unknown(item.path[0]):
                 found.append(item.path[0])
             elif item.root == "memory" and (name := self._unknown_writer(position, item.path[0])) is not None:
                 found.append(name)
@@ -85,7 +92,7 @@ class CheckMode:
         if self._state[position] != "succeeded":
             return False
         task = self._index.tasks[position]
-        if task.uses_kind in ("aggregate", "loop_aggregate"):
+        if task.uses_kind in _GATHERING:
             return any(self.unknown(child) for child in self._index.needs[position])
         output = self._output(position)
         return isinstance(output, dict) and output.get("status") == UNKNOWN and output.get("predictability") == UNKNOWN
@@ -148,7 +155,7 @@ class CheckMode:
 
     def _read_tasks(self, position: int) -> list[int]:
         task, places = self._index.tasks[position], self._index.place
-        if task.uses_kind in ("aggregate", "loop_aggregate"):
+        if task.uses_kind in _GATHERING:
             return list(self._index.needs[position])
         parts = (self._index.condition(position), self._index.variables(position), self._index.input(position))
         found: set[int] = set()

@@ -8,7 +8,7 @@ alone, then order and memory are settled.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from hashlib import sha256
 from heapq import heapify, heappop, heappush
@@ -17,10 +17,18 @@ from typing import Any
 from agentctl.store.canonical import JsonError, canonical, check_value, hex_digest
 
 from .capabilities import agent_problems
-from .definition import PROCESS_KINDS, LoadedDocument, Retry, Task
+from .definition import PROCESS_KINDS, LoadedDocument, Retry, Route, Task
 from .diagnostics import Diagnostic, DocumentError, Path, did_you_mean
-from .expansion import ExpansionError, Fanout, expansion_id, plan_foreach, plan_matrix
-from .expressions import Ref, Scope, TemplateError, compile_condition, compile_value, has_template
+from .expansion import ExpansionError, Fanout, expansion_id, loop_guard, output_of, plan_foreach, plan_loop, plan_matrix
+from .expressions import (
+    Ref,
+    Scope,
+    TemplateError,
+    compile_condition,
+    compile_value,
+    has_template,
+    is_exact_template,
+)
 from .plan import (
     MAX_TASKS,
     PLAN_FORMAT,
@@ -31,6 +39,8 @@ from .plan import (
     plan_as_json,
     tasks_chunks,
 )
+from .routing import destinations, route_as_json, route_problems
+from .subworkflows import Declared, Namespace, Role, flatten
 from .variables import of_document, recorded_workflow, task_variables, workflow_variables
 from .yaml_document import collector_paused
 
@@ -69,6 +79,8 @@ _KINDS: dict[str, _Kind] = {
 }
 """The kinds that run; every other kind of the contract is refused by name where a task uses it."""
 
+_MEMORY_KINDS = frozenset({"builtin.memory.read", "builtin.memory.write"})
+
 _OPEN_KINDS = frozenset({"builtin.assign", "builtin.assert"})
 """Kinds whose input may have further fields."""
 
@@ -94,7 +106,11 @@ def compile_workflow(
 
 @dataclass(slots=True)
 class _Source:
-    """What all compiled tasks of one declared task share."""
+    """What all compiled tasks of one declared task share.
+
+    `guards` are the routers that choose it, with the destination that stands for it; `guard` is the condition of a
+    loop, and `decision_reads` the memory keys that its last decision reads.
+    """
 
     index: int
     task: Task
@@ -103,6 +119,11 @@ class _Source:
     vars: dict[str, Any]
     data_vars: tuple[str, ...] = ()
     needed: frozenset[str] = frozenset()
+    role: Role = "task"
+    namespace: Namespace | None = None
+    workflow: str = ""
+    guards: list[tuple[str, str]] = field(default_factory=list)
+    guard: str | None = None
     fanout: Fanout | None = None
     child_ids: tuple[str, ...] = ()
     action_name: str = ""
@@ -110,6 +131,7 @@ class _Source:
     input: dict[str, Any] = field(default_factory=dict)
     memory_writes: tuple[str, ...] = ()
     memory_reads: tuple[str, ...] | None = ()
+    decision_reads: tuple[str, ...] = ()
     timeout_seconds: int = 120
     retry: RetryPolicy = field(default_factory=RetryPolicy)
     predictability: str = _FULLY
@@ -140,7 +162,9 @@ class _Compiler:
         self._check_inputs(inputs)
         self.inputs = merge_inputs(self.spec.inputs, inputs)
         self.vars = workflow_variables(document)
-        self.action_references: dict[str, dict[str, frozenset[Ref]]] = {}
+        self.action_references: dict[tuple[str, Namespace | None], dict[str, frozenset[Ref]]] = {}
+        self.static: dict[str, dict[str, Any]] = {}
+        self.declared: list[Declared] = []
 
     # ---------------------------------------------------------------------- findings
 
@@ -173,13 +197,16 @@ class _Compiler:
     # ---------------------------------------------------------------------- phases
 
     def compile(self) -> Plan:
-        sources = [self.source(index, task) for index, task in enumerate(self.spec.tasks)]
+        self.declared = flatten(self.spec, self.report, self.document.source.locate)
+        self.stop_if_wrong()
+        sources = [self.source(index, item) for index, item in enumerate(self.declared)]
         self.stop_if_wrong()
         self.check_features()
         self.check_declarations()
         ids = self.unique_ids(sources)
         for source in sources:
             self.check_task(source, ids)
+        self.check_routes(sources)
         self.check_outputs(ids)
         self.check_budgets(sources)
         self.stop_if_wrong()
@@ -191,21 +218,28 @@ class _Compiler:
             self.stop_if_wrong()
         return self.plan(ordered, by_id)
 
-    def source(self, index: int, task: Task) -> _Source:
-        """The declared task with its fan-out. Findings here belong to phase 2."""
-        path: Path = ("spec", "tasks", index)
+    def source(self, index: int, item: Declared) -> _Source:
+        """The declared task with its expansion. Findings here belong to phase 2."""
+        task, path = item.task, item.path
         own, data = task_variables(self.document, self.captured, path, task)
         needs = tuple(dict.fromkeys(task.needs)) if len(task.needs) > 1 else tuple(task.needs)
-        source = _Source(index, task, path, needs, own, data, frozenset(needs))
-        if task.foreach is None and task.matrix is None:
+        source = _Source(
+            index, task, path, needs, own, data, frozenset(needs), item.role, item.namespace, item.workflow
+        )
+        if item.role == "subworkflow_input":
+            self.static[task.id] = self.known_inputs(task.with_)
+        if task.foreach is None and task.matrix is None and task.loop is None:
             return source
         plain = {name: value for name, value in own.items() if name in data or not has_template(value)}
-        scope = Scope(inputs=self.inputs, vars={**self.vars, **plain})
+        scope = Scope(inputs=self.inputs, vars={**self.vars, **plain}, tasks=self.static)
         try:
             if task.foreach is not None:
                 source.fanout = plan_foreach(task.foreach, scope)
             elif task.matrix is not None:
                 source.fanout = plan_matrix(task.matrix, scope)
+            elif task.loop is not None:
+                source.fanout = plan_loop(task.loop, task.id)
+                source.guard = loop_guard(task.loop.while_)
         except ExpansionError as error:
             self.report(error.code, error.message, (*path, *error.path), help=error.help)
             return source
@@ -220,6 +254,22 @@ class _Compiler:
                     key=True,
                 )
         return source
+
+    def known_inputs(self, values: Mapping[str, Any]) -> dict[str, Any]:
+        """Those inputs of a call that can be known before the run: a fan-out inside may take its items from them."""
+        scope = Scope(inputs=self.inputs, vars=self.vars, tasks=self.static)
+        known: dict[str, Any] = {}
+        for name, value in values.items():
+            try:
+                renderer = compile_value(value)
+                if all(
+                    item.root in ("inputs", "vars") or (item.root == "tasks" and item.path[0] in self.static)
+                    for item in renderer.references
+                ):
+                    known[name] = renderer(scope)
+            except TemplateError:
+                continue
+        return known
 
     def unique_ids(self, sources: list[_Source]) -> set[str]:
         """All compiled ids; declared twice or equal to a child's id is an error."""
@@ -257,8 +307,10 @@ class _Compiler:
             if source.fanout is None:
                 yield _Node(source.task.id, source, source.needs)
                 continue
+            chained = source.fanout.kind == "loop"
             for index, bindings in enumerate(source.fanout.bindings()):
-                yield _Node(source.child_ids[index], source, source.needs, bindings, index)
+                needs = (*source.needs, source.child_ids[index - 1]) if chained and index else source.needs
+                yield _Node(source.child_ids[index], source, needs, bindings, index)
             yield _Node(source.task.id, source, source.child_ids, aggregate=True)
 
     # ---------------------------------------------------------------------- features
@@ -274,10 +326,12 @@ class _Compiler:
     def check_budgets(self, sources: list[_Source]) -> None:
         """What is known before anything runs must fit; equal is fine (contract 2.10)."""
         budgets = self.spec.runtime.budgets
-        children = sum(source.fanout.size for source in sources if source.fanout is not None)
+        children, iterations = _planned(sources)
+        total = len(sources) + children + iterations
         for name, limit, count, what in (
-            ("maxTasks", budgets.max_tasks, len(sources) + children, "compiled tasks, aggregates included"),
+            ("maxTasks", budgets.max_tasks, total, "compiled tasks, aggregates included"),
             ("maxExpansionItems", budgets.max_expansion_items, children, "children of expansions"),
+            ("maxLoopIterations", budgets.max_loop_iterations, iterations, "declared loop iterations"),
         ):
             if limit is not None and count > limit:
                 message = f"the workflow has {count} {what}; {name} allows {limit}"
@@ -336,12 +390,19 @@ class _Compiler:
     def check_task(self, source: _Source, ids: set[str]) -> None:
         task, path = source.task, source.path
         source.retry = _retry(task.retry)
-        for index, need in enumerate(task.needs):
+        source.timeout_seconds = self.spec.runtime.default_timeout_seconds
+        if source.role == "subworkflow_aggregate":
+            self.check_boundary(source, ids)
+            return
+        # The needs of a task in a sub-workflow were checked there, and its boundary was added to them.
+        for index, need in enumerate(task.needs if source.namespace is None else ()):
             if need not in ids:
                 self.missing("task", need, ids, (*path, "needs", index))
-        for name, value in (("loop", task.loop), ("compensate", task.compensate)):
-            if value is not None:
-                self.unsupported(name, (*path, name))
+        if source.role == "subworkflow_input":
+            self.check_boundary(source, ids)
+            return
+        if task.compensate is not None:
+            self.unsupported("compensate", (*path, "compensate"))
         self.check_schema(task.output_schema, (*path, "outputSchema"))
 
         rendered = source.vars
@@ -350,15 +411,19 @@ class _Compiler:
         references = set(self.references(rendered, (*path, "vars"), source, ids))
         if source.fanout is not None:
             for place, items in source.fanout.templates:
-                references |= self.references(list(items), (*path, *place), source, ids)
+                references |= self.references(items, (*path, *place), source, ids)
         if task.when is not None:
             references |= self.condition(task.when, (*path, "when"), source, ids)
+        if task.loop is not None:
+            references |= self.check_loop(source, ids, references)
         references |= self.references(task.with_, (*path, "with"), source, ids)
 
+        if task.route is not None:
+            self.check_router(task.route, source, ids, references)
+            return
         kind, _, name = task.uses.partition(":")
         if kind != "action":
-            feature = {"router": "a router", "agent": f"an agent ({name})"}.get(kind, f"a sub-workflow ({name})")
-            self.unsupported(feature, (*path, "uses"))
+            self.unsupported(f"an agent ({name})", (*path, "uses"))
             return
         action = self.spec.actions.get(name)
         if action is None:
@@ -370,16 +435,18 @@ class _Compiler:
             self.unsupported(f"an action of kind {action.kind}", (*path, "uses"))
             return
         source.predictability = facts.predictability
-        source.input = {**action.with_, **task.with_} if action.with_ and task.with_ else task.with_ or action.with_
-        default = self.spec.runtime.default_timeout_seconds
+        defaults = self.defaults_of(source)
+        source.input = {**defaults, **task.with_} if defaults and task.with_ else task.with_ or defaults
         limit = action.timeout_seconds if action.kind in PROCESS_KINDS else None
         # The task's own limit holds for every kind (contract table, row 10); a process has the smaller of both.
         given = [seconds for seconds in (task.timeout_seconds, limit) if seconds is not None]
-        source.timeout_seconds = min(given) if given else default
+        if given:
+            source.timeout_seconds = min(given)
         references |= self.action_defaults(source, ids)
         self.check_action_features(name)
         self.check_input(source, facts)
-        self.memory_keys(source, references)
+        if self.own_memory(source):
+            self.memory_keys(source, references)
 
     def check_action_features(self, name: str) -> None:
         action = self.spec.actions[name]
@@ -395,12 +462,12 @@ class _Compiler:
     def action_defaults(self, source: _Source, ids: set[str]) -> set[Ref]:
         """What the action's own `with` reads, as far as the task does not override it."""
         name = source.action_name
-        defaults = self.spec.actions[name].with_
+        defaults = self.defaults_of(source)
         if not defaults:
             return set()
-        known = self.action_references.get(name)
+        known = self.action_references.get((name, source.namespace))
         if known is None:
-            known = self.action_references[name] = {}
+            known = self.action_references[name, source.namespace] = {}
             for key, value in defaults.items():
                 try:
                     known[key] = compile_value(value).references
@@ -415,6 +482,14 @@ class _Compiler:
                 )
                 found |= references
         return found
+
+    def defaults_of(self, source: _Source) -> dict[str, Any]:
+        """The `with` of the action that a task uses, as it reads where the task is."""
+        defaults = self.spec.actions[source.action_name].with_
+        if source.namespace is None or not has_template(defaults):
+            return defaults
+        renamed: dict[str, Any] = source.namespace.value(defaults)
+        return renamed
 
     def check_input(self, source: _Source, facts: _Kind) -> None:
         if facts.fields is None:
@@ -468,6 +543,95 @@ class _Compiler:
         elif not value and not may_be_empty:
             self.report("schema_violation", f"{name} must not be empty", path)
 
+    # ---------------------------------------------------------------------- control flow
+
+    def check_boundary(self, source: _Source, ids: set[str]) -> None:
+        """What a boundary of a sub-workflow renders; its contract is the schema of the definition."""
+        task, path = source.task, source.path
+        source.input = task.with_
+        references: set[Ref] = set()
+        given = self.declared[source.index].given
+        for name, value in task.with_.items():
+            place: Path = ("spec", "subworkflows", source.workflow, "outputs", name)
+            if source.role == "subworkflow_input":
+                place = (*place[:3], "inputs", name) if name not in given else (*path, "with", name)
+            references |= self.references(value, place, source, ids)
+        self.memory_keys(source, references)
+
+    def check_loop(self, source: _Source, ids: set[str], references: set[Ref]) -> frozenset[Ref]:
+        """The guard of a loop. `references` are those of the variables, which its last decision reads as well."""
+        assert source.task.loop is not None
+        assert source.guard is not None
+        place: Path = (*source.path, "loop", "while")
+        if not is_exact_template(source.guard):
+            self.report("invalid_template", "while must be exactly one template", place, help=_EXACT)
+            return frozenset()
+        found = self.condition(source.guard, place, source, ids)
+        keys = {item.path[0] for item in references | found if item.root == "memory"}
+        source.decision_reads = tuple(sorted(keys))
+        return found
+
+    def check_router(self, route: Route, source: _Source, ids: set[str], references: set[Ref]) -> None:
+        """A router by itself; its destinations are looked at when all tasks are known."""
+        path: Path = (*source.path, "route")
+        if not is_exact_template(route.select):
+            self.report("invalid_template", "select must be exactly one template", (*path, "select"), help=_EXACT)
+        for message, place in route_problems(route):
+            self.report("schema_violation", message, (*path, *place))
+        if source.task.with_:
+            self.report("schema_violation", "a router takes no with", (*source.path, "with"), key=True)
+        references |= self.references(route.select, (*path, "select"), source, ids)
+        source.input = {"select": route.select}
+        self.memory_keys(source, references)
+
+    def check_routes(self, sources: list[_Source]) -> None:
+        """Destinations exist and need their router; they get it as a guard (contract 2.6)."""
+        entries = {source.task.id: source for source in sources}
+        # What stands for a call is its aggregate, and what begins it its boundary.
+        ends: dict[str, _Source] = {}
+        for source in sources:
+            if source.role == "subworkflow_aggregate" and source.namespace is not None:
+                ends[source.task.id] = source
+                entries[source.task.id] = entries[source.namespace.boundary]
+        for source in sources:
+            if source.task.route is None:
+                continue
+            router = source.task.id
+            for place, name in destinations(source.task.route):
+                path: Path = (*source.path, "route", *place)
+                entry = entries.get(name)
+                if entry is None:
+                    self.missing("task", name, entries, path)
+                    continue
+                if router not in entry.needed:
+                    shown, chosen = self.shown(source, router), self.shown(source, name)
+                    message = f"{chosen!r} is a destination of {shown!r} but does not need it"
+                    self.report("schema_violation", message, path, help=f"add {shown} to the needs of {chosen}")
+                    continue
+                entry.guards.append((router, name))
+                if name in ends:
+                    ends[name].guards.append((router, name))
+
+    @staticmethod
+    def shown(source: _Source, task_id: str) -> str:
+        """A task id as the author of this part of the document wrote it."""
+        if source.role == "subworkflow_input" and task_id == source.task.id:
+            task_id = task_id.rpartition("--")[0]
+        return task_id if source.namespace is None else source.namespace.local(task_id)
+
+    def own_memory(self, source: _Source) -> bool:
+        """Put the prefix of a sub-workflow before the key of its task; False if that cannot be (contract 2.7)."""
+        if source.namespace is None or source.action_kind not in _MEMORY_KINDS:
+            return True
+        key = source.input.get("key")
+        if type(key) is str and "${{" in key:
+            message = "a templated memory key in a sub-workflow"
+            self.unsupported(message, self.input_path(source, "key"), "write the key as a literal")
+            return False
+        if type(key) is str:
+            source.input = {**source.input, "key": source.namespace.memory_prefix + key}
+        return True
+
     # ---------------------------------------------------------------------- references
 
     def references(self, value: Any, path: Path, source: _Source | None, ids: set[str]) -> frozenset[Ref]:
@@ -514,11 +678,13 @@ class _Compiler:
             name = reference.path[0]
             if name not in ids:
                 for place in [path] if condition else _reading(value, path, name):
-                    self.missing("task", name, ids, place)
+                    shown = name if source is None else self.shown(source, name)
+                    self.missing("task", shown, ids, place)
             elif source is not None and name not in source.needed:
                 for place in [path] if condition else _reading(value, path, name):
-                    message = f"{source.task.id!r} reads the output of {name!r} without needing it"
-                    self.report("invalid_template", message, place, help=f"add {name} to needs")
+                    reader, read = self.shown(source, source.task.id), self.shown(source, name)
+                    message = f"{reader!r} reads the output of {read!r} without needing it"
+                    self.report("invalid_template", message, place, help=f"add {read} to needs")
 
     def check_outputs(self, ids: set[str]) -> None:
         self.references(self.spec.outputs, ("spec", "outputs"), None, ids)
@@ -585,6 +751,11 @@ class _Compiler:
         for index, node in enumerate(nodes):
             for need in node.needs:
                 dependents[declared[need]].append(index)
+            for router, _ in node.source.guards:
+                # Its children need the router; without children an aggregate would come before its decision.
+                if router not in node.needs:
+                    waiting[index] += 1
+                    dependents[declared[router]].append(index)
         ready = [index for index, count in enumerate(waiting) if count == 0]
         heapify(ready)
         ordered: list[_Node] = []
@@ -611,33 +782,36 @@ class _Compiler:
         result: list[tuple[int, ...]] = []
         for node in ordered:
             after: tuple[int, ...] = ()
-            if not node.aggregate:
-                source = node.source
-                if source.memory_reads is None:
-                    if every is None:
-                        every = tuple(sorted(set(last.values())))
-                    after = every
-                elif source.memory_reads and last:
-                    # A writer reads its own keys, so its reads cover the previous writers as well.
-                    after = tuple(sorted({last[key] for key in source.memory_reads if key in last}))
-                if after and node.needs:
-                    direct = {by_id[need].position for need in node.needs}
-                    if not direct.isdisjoint(after):
-                        after = tuple(position for position in after if position not in direct)
-                if source.memory_writes:
-                    every = None
-                    for key in source.memory_writes:
-                        last[key] = node.position
+            source = node.source
+            reads = source.decision_reads if node.aggregate else source.memory_reads
+            if reads is None:
+                if every is None:
+                    every = tuple(sorted(set(last.values())))
+                after = every
+            elif reads and last:
+                # A writer reads its own keys, so its reads cover the previous writers as well.
+                after = tuple(sorted({last[key] for key in reads if key in last}))
+            if after and node.needs:
+                direct = {by_id[need].position for need in node.needs}
+                if not direct.isdisjoint(after):
+                    after = tuple(position for position in after if position not in direct)
+            if source.memory_writes and not node.aggregate:
+                every = None
+                for key in source.memory_writes:
+                    last[key] = node.position
             result.append(after)
         return result
 
     def plan(self, ordered: list[_Node], by_id: dict[str, _Node]) -> Plan:
         after = self.memory_after(ordered, by_id)
         tasks = {node.id: self.compiled(node, after[node.position]) for node in ordered}
-        workflow = recorded_workflow(self.workflow, self.document)
+        workflow = self.workflow
+        if any(item.role != "task" for item in self.declared):
+            workflow = {**workflow, "spec": {**workflow["spec"], "tasks": [_flat(item) for item in self.declared]}}
+        workflow = recorded_workflow(workflow, self.document)
         spec = workflow["spec"]
-        used = sorted({node.source.action_name for node in ordered})
-        kinds = sorted({str(node.source.action_kind) for node in ordered})
+        used = sorted({node.source.action_name for node in ordered} - {""})
+        kinds = sorted({node.source.action_kind for node in ordered if node.source.action_kind is not None})
         requirements: dict[str, Any] = {
             "providers": [],
             "tools": [],
@@ -648,7 +822,7 @@ class _Compiler:
         name = self.document.model.metadata.name
         order = tuple(tasks)
         concurrency = self.spec.runtime.max_concurrency
-        children = sum(1 for node in ordered if node.bindings is not None)
+        children, iterations = _planned({node.source.index: node.source for node in ordered}.values())
         return Plan(
             format_version=PLAN_FORMAT,
             workflow_name=name,
@@ -665,7 +839,7 @@ class _Compiler:
                 "pricing": spec["runtime"]["pricing"],
                 "plannedTasks": len(tasks),
                 "plannedExpansionItems": children,
-                "plannedLoopIterations": 0,
+                "plannedLoopIterations": iterations,
             },
             actions={name: spec["actions"][name] for name in used},
             policy=spec["policy"],
@@ -680,9 +854,13 @@ class _Compiler:
         source, task = node.source, node.source.task
         if node.aggregate:
             assert source.fanout is not None
+            looped = task.loop is not None
+            kind = "loop_aggregate" if looped else "aggregate"
             return CompiledTask(
-                node.id, node.position, "aggregate", source.fanout.kind, None, node.needs,
+                node.id, node.position, kind, source.fanout.kind, None, node.needs,
+                memory_reads=source.decision_reads, memory_after=after,
                 timeout_seconds=self.spec.runtime.default_timeout_seconds, failure=task.failure,
+                route_guards=tuple(source.guards), loop=self.last_decision(node) if looped else None,
             )  # fmt: skip
         bindings, fanout = node.bindings, source.fanout
         expansion, variables = None, source.vars
@@ -692,15 +870,15 @@ class _Compiler:
         return CompiledTask(
             node.id,
             node.position,
-            "action",
-            source.action_name,
+            "router" if task.route is not None else "action" if source.role == "task" else source.role,
+            source.workflow or source.action_name or "router",
             source.action_kind,
             node.needs,
             expansion,
             source.memory_writes,
             source.memory_reads,
             after,
-            task.when,
+            task.when if source.guard is None else source.guard,
             variables,
             (*source.data_vars, *fanout.data_names) if fanout is not None else source.data_vars,
             source.input,
@@ -709,10 +887,48 @@ class _Compiler:
             task.failure,
             task.output_schema,
             source.predictability,
+            tuple(source.guards),
+            None if task.route is None else route_as_json(task.route),
         )
+
+    def last_decision(self, node: _Node) -> dict[str, Any]:
+        """The guard once more, after the last iteration (contract 2.5)."""
+        loop = node.source.task.loop
+        assert loop is not None
+        bindings = {"loopIndex": loop.max_iterations, "loopPrevious": output_of(node.needs[-1])}
+        last: dict[str, Any] = {
+            "maxIterations": loop.max_iterations,
+            "vars": {**node.source.vars, **bindings},
+            "while": node.source.guard,
+        }
+        if node.source.data_vars:
+            last["dataVars"] = list(node.source.data_vars)
+        return last
 
 
 # ---------------------------------------------------------------------- helpers
+
+
+_EXACT = "${{ tasks.NAME.output.FIELD }}"
+
+
+def _planned(sources: Iterable[_Source]) -> tuple[int, int]:
+    """Children of foreach and matrix, and iterations of loops."""
+    children = iterations = 0
+    for source in sources:
+        if source.fanout is None:
+            continue
+        if source.fanout.kind == "loop":
+            iterations += source.fanout.size
+        else:
+            children += source.fanout.size
+    return children, iterations
+
+
+def _flat(item: Declared) -> dict[str, Any]:
+    """A task of the flattened workflow, which the workflow digest is taken over."""
+    data = item.task.model_dump(by_alias=True)
+    return data if item.role == "task" else {**data, "uses": f"{item.role}:{item.workflow}"}
 
 
 def _retry(retry: Retry) -> RetryPolicy:

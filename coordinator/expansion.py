@@ -1,9 +1,10 @@
-"""Static fan-out: the children of foreach and matrix, their bindings and ids (contract 2.3, 2.4). Pure: no
+"""Static expansion: the children of foreach, matrix and loop, their bindings and ids (contract 2.3 to 2.5). Pure: no
 I/O.
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from hashlib import sha256
@@ -13,9 +14,9 @@ from typing import Any
 
 from agentctl.store.canonical import canonical
 
-from .definition import Foreach, Matrix
+from .definition import Foreach, Loop, Matrix
 from .diagnostics import Path
-from .expressions import Scope, TemplateError, compile_value, has_template, is_exact_template
+from .expressions import Ref, Scope, TemplateError, compile_value, has_template, is_exact_template
 
 
 class ExpansionError(Exception):
@@ -33,9 +34,10 @@ class ExpansionError(Exception):
 class Fanout:
     """The children that a task will have.
 
-    `names` are the variables that every child binds. `templates` are the literal values that hold
-    templates (they are rendered in each child); `data_names` are the names whose values came from outside
-    and only look like templates.
+    `kind` is `foreach`, `matrix` or `loop`; the children of a loop come one after the other. `names` are the
+    variables that every child binds. `templates` are the literal values that hold templates (they are
+    rendered in each child); `data_names` are the names whose values came from outside and only look like
+    templates.
     """
 
     kind: str
@@ -47,7 +49,9 @@ class Fanout:
 
     def bindings(self) -> Iterator[dict[str, Any]]:
         """The bindings of each child, in expansion order."""
-        if self.kind == "foreach":
+        if self.kind == "loop":
+            yield from self.values[0][1]
+        elif self.kind == "foreach":
             name, items = self.values[0]
             for index, item in enumerate(items):
                 yield {name: item, "foreachIndex": index}
@@ -107,6 +111,38 @@ def plan_matrix(matrix: Matrix, scope: Scope) -> Fanout:
     )
 
 
+_LOOP_OUTPUT = re.compile(r"^(\s*\$\{\{\s*(?:not\s+)?)loop\.output(?=[.\s}=!<>])")
+
+
+def loop_guard(text: str) -> str:
+    """The guard of a loop with `loop.output` spelled as the variable that it stands for (contract 2.5)."""
+    return _LOOP_OUTPUT.sub(r"\1vars.loopPrevious", text)
+
+
+def plan_loop(loop: Loop, parent: str) -> Fanout:
+    """The iterations of a loop. Each one binds the output of the one before, so each id depends on all before it."""
+    chain: list[dict[str, Any]] = []
+    previous = loop.initial
+    for index in range(loop.max_iterations):
+        bindings = {"loopIndex": index, "loopPrevious": previous}
+        chain.append(bindings)
+        previous = output_of(expansion_id(parent, index, bindings))
+    looks = has_template(loop.initial)
+    return Fanout(
+        "loop",
+        len(chain),
+        ("loopIndex", "loopPrevious"),
+        (),
+        ((("loop", "initial"), loop.initial),) if looks else (),
+        (("loop", chain),),
+    )
+
+
+def output_of(task_id: str) -> str:
+    """The template that reads the whole output of a task."""
+    return f"${{{{ tasks.{task_id}.output }}}}"
+
+
 def _items(value: Any, path: Path, scope: Scope) -> tuple[Sequence[Any], bool]:
     """The list of values, and whether it was given from outside."""
     if isinstance(value, list):
@@ -116,9 +152,7 @@ def _items(value: Any, path: Path, scope: Scope) -> tuple[Sequence[Any], bool]:
     try:
         renderer = compile_value(value)
         for reference in renderer.references:
-            if reference.root not in ("inputs", "vars"):
-                message = f"{reference.root} is not known before the run; only inputs and vars are"
-                raise ExpansionError(message, path, "invalid_template")
+            _check_known(reference, scope, path)
         items = renderer(scope)
     except TemplateError as error:
         hint = "give the input, or declare a default in spec.inputs" if error.kind == "undefined" else None
@@ -126,6 +160,21 @@ def _items(value: Any, path: Path, scope: Scope) -> tuple[Sequence[Any], bool]:
     if not isinstance(items, list):
         raise ExpansionError(f"{value} gives {_kind(items)}, not a list", path)
     return items, True
+
+
+def _check_known(reference: Ref, scope: Scope, path: Path) -> None:
+    """Raise unless a value is known before the run: an input, a variable, or an input that a call gives statically."""
+    if reference.root in ("inputs", "vars"):
+        return
+    if reference.root == "tasks" and reference.path[0] in scope.tasks:
+        # What is `inputs` in a sub-workflow is the output of its boundary here.
+        if len(reference.path) < 2 or reference.path[1] in scope.tasks[reference.path[0]]:
+            return
+        message = f"inputs.{reference.path[1]} of this sub-workflow is not known before the run"
+        hint = "let the call give it as a literal, or as a template over inputs or vars"
+        raise ExpansionError(message, path, "invalid_template", hint)
+    message = f"{reference.root} is not known before the run; only inputs and vars are"
+    raise ExpansionError(message, path, "invalid_template")
 
 
 def _kind(value: Any) -> str:

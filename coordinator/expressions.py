@@ -23,6 +23,8 @@ from agentctl.store.canonical import Json, JsonError, canonical, parse_json
 from agentctl.store.errors import TaskFault
 
 Evaluate: TypeAlias = "Callable[[Scope], Any]"
+Rename: TypeAlias = "Callable[[Ref], str | None]"
+"""Gives the new text of a path, or None to keep it."""
 
 _OPERATORS = ("==", "!=", "<=", ">=", "<", ">")
 _SEGMENT = re.compile(r"[A-Za-z0-9_-]+")
@@ -159,6 +161,25 @@ def has_template(value: Any) -> bool:
     return False
 
 
+def rename_paths(value: Json, rename: Rename) -> Any:
+    """A JSON value with the paths of its templates renamed; text outside of templates is nobody's path and stays.
+
+    What cannot be compiled stays as it is: who compiles the result reports it.
+    """
+    if type(value) is str:
+        return _rename_text(value, rename) if "${{" in value else value
+    if type(value) is dict:
+        return {key: rename_paths(item, rename) for key, item in value.items()} if has_template(value) else value
+    if type(value) is list:
+        return [rename_paths(item, rename) for item in value] if has_template(value) else value
+    return value
+
+
+def rename_condition(text: str, rename: Rename) -> str:
+    """A condition with its path renamed; the `${{ }}` around it is optional."""
+    return _rename_text(text, rename) if "${{" in text else _rename_expression(text, rename)
+
+
 def truth(value: Any) -> bool:
     """Truth of a JSON value: null and false are false, a number is true unless it is 0, text and containers
     unless empty.
@@ -174,6 +195,39 @@ def json_equal(left: Any, right: Any) -> bool:
     if kind is str or kind is int or kind is bool or left is None:
         return bool(left == right)
     return canonical(left) == canonical(right)
+
+
+# ---------------------------------------------------------------------- renaming
+
+
+def _rename_text(text: str, rename: Rename) -> str:
+    pieces: list[str] = []
+    position, start = 0, text.find("${{")
+    while start >= 0:
+        end = text.find("}}", start + 3)
+        if end < 0:
+            break
+        pieces += [text[position : start + 3], _rename_expression(text[start + 3 : end], rename)]
+        position, start = end, text.find("${{", end)
+    pieces.append(text[position:])
+    return "".join(pieces)
+
+
+def _rename_expression(source: str, rename: Rename) -> str:
+    try:
+        _, reference = _compile_expression(source)
+    except TemplateError:
+        return source
+    renamed = rename(reference)
+    # The path is what stands first, so its text is found before any literal that looks like it.
+    return source if renamed is None else source.replace(_path_text(reference), renamed, 1)
+
+
+def _path_text(reference: Ref) -> str:
+    root, *rest = (reference.root, *reference.path)
+    if root == "tasks":
+        rest.insert(1, "output")
+    return ".".join([root, *rest])
 
 
 # ---------------------------------------------------------------------- compiling

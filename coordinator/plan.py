@@ -2,7 +2,7 @@
 I/O.
 
 The JSON forms are those of contract 2.11 plus the fields of this project (`position`, `actionKind`,
-`memoryReads`, `memoryAfter`, `dataVars`, and on the plan what a driver needs without the document).
+`memoryReads`, `memoryAfter`, `dataVars`, `route`, `loop`, and on the plan what a driver needs without the document).
 Children of one expansion share their unchanged parts, in memory and after `from_json` of their own
 values; nobody changes any part of a plan.
 """
@@ -64,12 +64,18 @@ class Expansion:
     bindings: dict[str, Any]
 
 
+USES_KINDS = frozenset(
+    {"action", "aggregate", "router", "loop_aggregate", "subworkflow_input", "subworkflow_aggregate"}
+)
+"""What a compiled task can be (contract 2.11). All but actions are evaluated by the driver."""
+
+
 @dataclass(frozen=True, slots=True)
 class CompiledTask:
     """One task of a plan.
 
     * `position`: place in compiled order, from 0.
-    * `uses_kind`: `action` or `aggregate`; `action_kind` such as `builtin.assign`, None for aggregates.
+    * `uses_kind`: one of `USES_KINDS`; `action_kind` such as `builtin.assign`, None for all but actions.
     * `vars`: the task's own variables; they win over `Plan.vars`. Those named in `data_vars` are data,
       all others are rendered once.
     * `input`: defaults of the action overlaid by the task's `with`, key by key; templates not rendered
@@ -80,6 +86,10 @@ class CompiledTask:
       (architecture 5).
     * `timeout_seconds`: limit of one attempt, resolved. `output_schema`: as declared, None means the
       kind's contract.
+    * `route_guards`: (router, destination) pairs; the task is skipped unless each router that succeeded
+      has chosen the destination, which is the task itself or what it was expanded from.
+    * `route`: of a router, its `cases` and `default`; what it selects by is `input["select"]`.
+    * `loop`: of a loop aggregate, its `while`, `maxIterations`, and the `vars` of the last decision with its `dataVars`.
     """
 
     id: str
@@ -101,6 +111,9 @@ class CompiledTask:
     failure: str = "stop"
     output_schema: dict[str, Any] | bool | None = None
     predictability: str = "fully_predictable"
+    route_guards: tuple[tuple[str, str], ...] = ()
+    route: dict[str, Any] | None = None
+    loop: dict[str, Any] | None = None
 
     def to_json(self) -> dict[str, Any]:
         """The form of contract 2.11 with this project's fields. Values are shared, not copied."""
@@ -128,14 +141,28 @@ class CompiledTask:
             data["memoryWrites"] = list(self.memory_writes)
         if self.data_vars:
             data["dataVars"] = list(self.data_vars)
+        if self.route_guards:
+            data["routeGuards"] = [
+                {"router": router} if destination == self.id else {"destination": destination, "router": router}
+                for router, destination in self.route_guards
+            ]
+        if self.route is not None:
+            data["route"] = self.route
+        if self.loop is not None:
+            data["loop"] = self.loop
         return data
 
     @staticmethod
     def from_json(data: dict[str, Any]) -> CompiledTask:
-        """The task of a stored form."""
+        """The task of a stored form. Raises `IncompatibleVersion` for a kind that this version does not know."""
         expansion = data.get("expansion")
         reads = data["memoryReads"]
         uses = data["uses"]
+        if uses["kind"] not in USES_KINDS:
+            raise IncompatibleVersion(
+                f"the plan has a task of kind {uses['kind']!r}, which this agentctl does not know",
+                remedy="use the agentctl that made it",
+            )
         return CompiledTask(
             data["id"],
             data["position"],
@@ -156,6 +183,9 @@ class CompiledTask:
             data["failure"],
             data["outputSchema"],
             data["predictability"],
+            tuple((item["router"], item.get("destination", data["id"])) for item in data.get("routeGuards", ())),
+            data.get("route"),
+            data.get("loop"),
         )
 
 

@@ -23,7 +23,9 @@ class PlanIndex:
         self.waits: list[frozenset[int]] = []
         self.dependents: list[list[int]] = [[] for _ in self.tasks]
         for i, task in enumerate(self.tasks):
-            before = frozenset((*self.needs[i], *task.memory_after))
+            # An aggregate does not need the router that guards it; without children it would not wait for it either.
+            routers = [place[router] for router, _ in task.route_guards]
+            before = frozenset((*self.needs[i], *task.memory_after, *routers))
             self.waits.append(before)
             for position in before:
                 self.dependents[position].append(i)

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import heapq
 from bisect import bisect_left
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 from agentctl.store.canonical import canonical, loads, text_digest
@@ -23,13 +23,22 @@ from agentctl.store.records import Batch, Event, FinishedAttempt, HeldAttempt, N
 from agentctl.store.states import TASK_FINAL, may_repeat
 
 from .check_mode import CheckMode, not_executed_text
-from .expressions import Scope
-from .plan import RetryPolicy
+from .expressions import Scope, compile_condition, compile_vars
+from .plan import CompiledTask, RetryPolicy
 from .plan_index import PlanIndex
+from .routing import choose, not_selected
 
 OutputLoader = Callable[[list[int]], dict[int, tuple[str | None, str | None]]]
 
 _EMPTY: dict[str, Any] = {}
+
+_AGGREGATES = frozenset({"aggregate", "loop_aggregate"})
+"""What is evaluated however its children ended (contract 4.4)."""
+
+_CONTRACTS = {
+    "subworkflow_input": "the inputs of the call do not fit inputSchema",
+    "subworkflow_aggregate": "the outputs of the sub-workflow do not fit outputSchema",
+}
 
 HELD_WINDOW = 256
 """How many attempts of a run may wait for budget before no further ones are tried: each try costs a claim."""
@@ -68,6 +77,7 @@ class Scheduler:
         self.run: Run = run
         self.inputs = inputs
         self.inputs_digest = text_digest(canonical(inputs))
+        self.vars_digest = text_digest(canonical(index.plan.vars))
         self.state = [row.state for row in snapshot.tasks]
         self.attempt = [row.attempt for row in snapshot.tasks]
         self.digest: list[str | None] = [row.output_digest for row in snapshot.tasks]
@@ -341,7 +351,7 @@ class Scheduler:
             )
         )
         code = None if error is None else error.get("code")
-        self._move(position, state, origin, batch, digest=digest, code=code)
+        self._move(position, state, origin, batch, digest=digest, code=code, decision=decision)
         self._open -= 1
         for dependent in self.index.dependents[position]:
             self._left[dependent] -= 1
@@ -357,14 +367,15 @@ class Scheduler:
         *,
         digest: str | None = None,
         code: str | None = None,
+        decision: str | None = None,
     ) -> None:
         self.state[position] = state
         attempt = self.attempt[position]
         batch.changes.append([position, state, attempt, digest, code])
-        if code is None:
-            payload = f'{{"attempt":{attempt},"from":"{origin}","to":"{state}"}}'
-        else:
-            payload = f'{{"attempt":{attempt},"code":{canonical(code)},"from":"{origin}","to":"{state}"}}'
+        why = "" if code is None else f'"code":{canonical(code)},'
+        if decision is not None:
+            why += f'"decision":{decision},'
+        payload = f'{{"attempt":{attempt},{why}"from":"{origin}","to":"{state}"}}'
         batch.events.append(Event("task.transition", self.index.tasks[position].id, payload))
 
     # -- what can begin --------------------------------------------------------------------------------------------
@@ -383,6 +394,8 @@ class Scheduler:
                 continue_state = "skipped"
                 error = {"code": "dependency_not_succeeded", "message": "a dependency did not succeed"}
                 self._final(position, continue_state, None, error, batch, "pending")
+            elif (chosen := self._passed_over(position)) is not None:
+                self._final(position, "skipped", chosen, None, batch, "pending")
             elif self.index.effect_free(position):
                 self._begin(position, batch)
             else:
@@ -405,9 +418,24 @@ class Scheduler:
                 return
 
     def _dependency_failed(self, position: int) -> bool:
-        if self.index.tasks[position].uses_kind == "aggregate":
+        kind, needs = self.index.tasks[position].uses_kind, self.index.needs[position]
+        if kind in _AGGREGATES:
             return False
-        return any(self.state[need] != "succeeded" for need in self.index.needs[position])
+        if kind == "subworkflow_aggregate":
+            # The boundary comes last. What never began has no outputs; what began has whatever its children left.
+            return self.state[needs[-1]] != "succeeded" and self._passed_over(position) is None
+        return any(self.state[need] != "succeeded" for need in needs)
+
+    def _passed_over(self, position: int) -> str | None:
+        """The output of a task that a router has not chosen, or None. A router that did not succeed chooses nothing."""
+        for router, destination in self.index.tasks[position].route_guards:
+            place = self.index.place[router]
+            if self.state[place] == "succeeded":
+                output = self.output_value(place)
+                # Without destinations, in check mode, it is not known which one would be chosen.
+                if destination not in output.get("destinations", (destination,)):
+                    return canonical(not_selected(router, output))
+        return None
 
     def _begin(self, position: int, batch: Batch) -> None:
         """Decide the guard, render the input, then finish the task (no effect) or enqueue an attempt.
@@ -430,11 +458,7 @@ class Scheduler:
             condition = self.index.condition(position)
             if condition is not None and origin == "pending":
                 result = condition(scope)
-                record = {
-                    "expression": condition.text,
-                    "contextDigest": self._context_digest(position, own, snapshot),
-                    "result": result,
-                }
+                record = self._decision(condition.text, own, snapshot, self.index.needs[position], result)
                 decision = canonical(record)
                 if not result:
                     text = canonical({"condition": record, "reason": "when condition was false"})
@@ -443,8 +467,14 @@ class Scheduler:
             if self._check is not None and (blocked := self._check.blocked_input(position)):
                 self._leave_out(position, batch, origin, decision, blocked=blocked)
                 return
+            digest: str | None = None
             if task.uses_kind == "aggregate":
-                text, digest = self._aggregate(position), None
+                text = self._aggregate(position)
+            elif task.uses_kind == "loop_aggregate":
+                decision = self._last_decision(position, scope, snapshot)
+                if decision is not None and loads(decision)["result"]:
+                    raise _not_converged(task)
+                text = self._aggregate(position)
             else:
                 rendered = self.index.input(position)(scope)
                 rendered_text = canonical(rendered)
@@ -452,13 +482,16 @@ class Scheduler:
                 if not self.index.effect_free(position):
                     self._enqueue(position, rendered, rendered_text, decision, digest, snapshot, batch)
                     return
-                text = self._evaluate(task.action_kind, rendered, rendered_text, memory_values)
+                text = self._evaluate(task, rendered, rendered_text, memory_values)
             self.attempt[position] += 1
-            check = self.index.contract(position) if self._check is None else None
+            # A check run holds inputs to their contract, not outputs (contract 3, check mode).
+            held = self._check is None or task.uses_kind == "subworkflow_input"
+            check = self.index.contract(position) if held else None
             if check is not None:
                 problem = check(loads(text))
                 if problem is not None:
-                    raise TaskFault("output_contract", f"the output does not fit outputSchema: {problem}")
+                    what = _CONTRACTS.get(task.uses_kind, "the output does not fit outputSchema")
+                    raise TaskFault("output_contract", f"{what}: {problem}")
             self._final(position, "succeeded", text, None, batch, origin, input_digest=digest, decision=decision)
         except TaskFault as fault:
             if self._check is not None and not self._check.is_certain(position, fault.as_json()):
@@ -494,10 +527,38 @@ class Scheduler:
         batch.enqueues.append(NewAttempt(position, task.id, number, task.timeout_seconds * 1000, input_json))
         self._bytes += len(input_json)
         self._in_flight.add(position)
-        self._move(position, "ready", origin, batch)
+        self._move(position, "ready", origin, batch, decision=decision)
 
-    def _evaluate(self, kind: str | None, value: Any, text: str, memory: Mapping[str, Any]) -> str:
-        """The output of an action without effect, as canonical text (contract 3)."""
+    def _decision(
+        self, expression: str, own: Any, snapshot: dict[str, str], needs: Iterable[int], result: bool
+    ) -> dict[str, Any]:
+        """What is kept of a condition: with the digest of all that it could read (contract 4.4)."""
+        context = {
+            "inputs": self.inputs_digest,
+            "vars": [self.vars_digest, own],
+            "memory": snapshot,
+            "tasks": self._digests(needs),
+        }
+        return {"expression": expression, "contextDigest": text_digest(canonical(context)), "result": result}
+
+    def _last_decision(self, position: int, scope: Scope, snapshot: dict[str, str]) -> str | None:
+        """The guard of a loop after its last iteration, or None if that one did not succeed (contract 2.5)."""
+        loop, iterations = self.index.tasks[position].loop, self.index.needs[position]
+        if loop is None or self.state[iterations[-1]] != "succeeded":
+            return None
+        own = compile_vars(loop["vars"], loop.get("dataVars", ()))(scope)
+        condition = compile_condition(loop["while"])
+        scope.vars = {**self.index.plan.vars, **own}
+        needs = (*self.index.needs[iterations[0]], iterations[-1])
+        return canonical(self._decision(condition.text, own, snapshot, needs, condition(scope)))
+
+    def _evaluate(self, task: CompiledTask, value: Any, text: str, memory: Mapping[str, Any]) -> str:
+        """The output of a task without effect, as canonical text (contract 2.6, 2.7, 3)."""
+        if task.route is not None:
+            return canonical(choose(task.route, value["select"]))
+        if task.uses_kind != "action":
+            return text  # a boundary of a sub-workflow: what it renders is what it gives
+        kind = task.action_kind
         if kind == "builtin.assign":
             return (
                 f'{{"after":{text},"before":null,"changed":false,"diff":null,"output":{text},'
@@ -519,7 +580,7 @@ class Scheduler:
         return f'{{"changed":false,"status":"unchanged","value":{canonical(memory[key])}}}'
 
     def _aggregate(self, position: int) -> str:
-        """The output of an aggregate: its children in expansion order (contract 2.4), spliced from stored texts."""
+        """The output of an aggregate: its children in expansion order (contract 2.4, 2.5), from stored texts."""
         children = self.index.needs[position]
         missing = [p for p in children if p not in self._error and p not in self._text]
         if missing:
@@ -532,7 +593,10 @@ class Scheduler:
                 f'{{"error":{message},"index":{i},"output":{self._output_text(child) or "null"},'
                 f'"state":"{self.state[child]}","taskId":{canonical(self.index.tasks[child].id)}}}'
             )
-        return '{"items":[' + ",".join(items) + "]}"
+        count = ""
+        if self.index.tasks[position].uses_kind == "loop_aggregate":
+            count = f',"iterations":{sum(self.state[child] != "skipped" for child in children)}'
+        return '{"items":[' + ",".join(items) + f"]{count}}}"
 
     # -- memory and digests ----------------------------------------------------------------------------------------
 
@@ -552,24 +616,15 @@ class Scheduler:
                 found[key] = text
         return found
 
-    def _needs_digest(self, position: int) -> dict[str, str | None]:
-        return {self.index.tasks[need].id: self.digest[need] for need in self.index.needs[position]}
+    def _digests(self, positions: Iterable[int]) -> dict[str, str | None]:
+        return {self.index.tasks[position].id: self.digest[position] for position in positions}
 
     def _input_digest(self, position: int, text: str, own: Any, snapshot: dict[str, str]) -> str:
         """The digest of all that an attempt depends on: input, own variables, readable memory, outputs of its needs."""
         rest = ""
         if own or snapshot or self.index.needs[position]:
-            rest = canonical([own, snapshot, self._needs_digest(position)])
+            rest = canonical([own, snapshot, self._digests(self.index.needs[position])])
         return text_digest(f"[{text},{rest}]")
-
-    def _context_digest(self, position: int, own: Any, snapshot: dict[str, str]) -> str:
-        context = {
-            "inputs": self.inputs_digest,
-            "vars": own,
-            "memory": snapshot,
-            "tasks": self._needs_digest(position),
-        }
-        return text_digest(canonical(context))
 
     # -- the end ---------------------------------------------------------------------------------------------------
 
@@ -642,6 +697,16 @@ class Scheduler:
             self._fetch(missing)
         tasks = sorted((task.id, i) for i, task in enumerate(self.index.tasks) if i in self._text)
         return "{" + ",".join(f"{canonical(task_id)}:{self._text[i]}" for task_id, i in tasks) + "}"
+
+
+def _not_converged(task: CompiledTask) -> TaskFault:
+    loop = task.loop or {}
+    limit = loop.get("maxIterations")
+    return TaskFault(
+        "loop_limit",
+        f"the guard is still true after {limit} iterations, and maxIterations is {limit}",
+        details={"maxIterations": limit, "while": loop.get("while")},
+    )
 
 
 class _FinalMemory(Mapping[str, Any]):

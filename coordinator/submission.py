@@ -103,6 +103,7 @@ def submit(
         budget_limits=budget_limits(plan.budget),
         pricing_version=(plan.budget.get("pricing") or {}).get("version"),
         planned_expansion_items=int(plan.budget.get("plannedExpansionItems", 0)),
+        planned_loop_iterations=int(plan.budget.get("plannedLoopIterations", 0)),
         priority=priority,
         idempotency_key=idempotency_key,
         actor=actor,

@@ -40,6 +40,7 @@ class NewRun:
     """Ledger dimension to limit; `wallTimeSeconds` becomes the deadline, counted from the creation of the run."""
     pricing_version: str | None = None
     planned_expansion_items: int = 0
+    planned_loop_iterations: int = 0
     priority: int = 0
     idempotency_key: str | None = None
     actor: str = "cli-user"

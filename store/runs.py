@@ -96,13 +96,14 @@ def create_run(tx: Connection, new: NewRun, *, now: int) -> tuple[str, bool]:
         [(new.run_id, key, value) for key, value in new.memory.items()],
     )
     tx.execute(
-        "INSERT INTO run_budgets VALUES (?,?,?,NULL,?,?,0,?)",
+        "INSERT INTO run_budgets VALUES (?,?,?,NULL,?,?,?,?)",
         (
             new.run_id,
             BUDGET_FORMAT_VERSION,
             new.pricing_version,
             len(new.task_ids),
             new.planned_expansion_items,
+            new.planned_loop_iterations,
             now,
         ),
     )

@@ -267,7 +267,7 @@ GRAPH = HEAD + (
 def test_plan_for_people(cli: Any) -> None:
     cli.write("flow.yaml", GRAPH)
     out = cli("plan", "flow.yaml").out
-    assert "tasks           7 (4 declared, 3 children of expansions, 1 that gather or choose), at most 3 at once" in out
+    assert "tasks           7 (4 declared, 3 children of expansions), at most 3 at once" in out
     assert "budget          maxTasks 50" in out
     rows = {re.split(" {2,}", line)[1]: line for line in out.split("\n\n")[1].splitlines()[1:]}
     assert rows["each x3"].startswith("2-5 ")

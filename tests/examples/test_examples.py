@@ -197,6 +197,85 @@ def _check_diff(field: Field, run: Callable[..., Any]) -> None:
     assert "8080" in (folder / "settings.ini").read_text()
 
 
+def _router(field: Field, run: Callable[..., Any]) -> None:
+    first = run()
+    assert (first["selected"], first["matched"], first["ship"]["output"]) == ("ship", True, {"result": "shipped"})
+    record = {"router": "choose", "selected": "ship", "matched": True}
+    assert first["hold"] == {"reason": "route not selected", "route": record}
+    second = run("--input", "selected=other")
+    assert (second["matched"], second["hold"]["output"]) == (False, {"result": "held"})
+    assert second["ship"]["route"] == {"router": "choose", "selected": "other", "matched": False}
+
+
+def _parallel(field: Field, run: Callable[..., Any]) -> None:
+    assert run() == {"joined": {"left": 20, "right": 22, "was": 0}}
+
+
+def _loop(field: Field, run: Callable[..., Any]) -> None:
+    output = run()
+    assert output["iterations"] == 2
+    assert [item["state"] for item in output["items"]] == ["succeeded", "succeeded", "skipped"]
+    first, second, third = output["items"]
+    assert first["output"]["output"] == {"round": 0, "before": {"value": "seed"}}
+    assert second["output"]["output"] == {"round": 1, "before": first["output"]}
+    assert third["output"]["condition"]["result"] is False
+    assert "refine--0000-ce12bbac409d" in field("plan", "loop.yaml").out
+
+
+def _repair(field: Field, run: Callable[..., Any]) -> None:
+    assert run() == {"calls": 2}
+    assert run("--input", "left=4") == {"calls": 4}
+    result = field.json("run", "repair.yaml", "--input", "left=9")
+    assert (result.code, result.data["error"]["code"]) == (4, "loop_limit")
+    states = [task["state"] for task in field.json("inspect", "@latest").data["tasks"]]
+    assert states == ["succeeded"] * 4 + ["failed"]
+
+
+def _subworkflow(field: Field, run: Callable[..., Any]) -> None:
+    assert run() == {"result": "durable", "text": "summary: durable"}
+    tasks = [task["taskId"] for task in field.json("inspect", "@latest").data["tasks"]]
+    assert tasks == ["summary--inputs-4d45e657", "summary--prepare", "summary--finish", "summary", "tell"]
+    assert run("--input", "topic=plans")["result"] == "plans"
+    result = field.json("run", "subworkflow.yaml", "--input", "topic=3")
+    assert (result.code, result.data["error"]["taskId"]) == (4, "summary--inputs-4d45e657")
+    assert "inputSchema" in result.data["error"]["message"]
+
+
+def _release(field: Field, run: Callable[..., Any]) -> None:
+    output = run()
+    assert [item["output"]["stdout"] for item in output["shop"]["checks"]] == [
+        f"shop {platform} {kind}\n" for kind in ("unit", "smoke") for platform in ("linux", "macos")
+    ]
+    assert (output["shop"]["raised"]["iterations"], output["admin"]["way"]) == (2, "internal")
+    assert output["shop"]["switched"]["route"]["router"] == "shop--way"
+    assert output["admin"]["raised"]["reason"] == "route not selected"
+    assert output["admin"]["switched"]["output"] == {"share": 100}
+    output = run("--input", "tier=internal", "--input", 'platforms=["linux"]')
+    assert len(output["shop"]["checks"]) == 2
+    assert "iterations" not in output["shop"]["raised"]
+
+
+def _crash_resume(field: Field, run: Callable[..., Any]) -> None:
+    assert run() == {"content": "written once\n"}
+    target = field.folder / "build/crash-resume/note.txt"
+    target.unlink()
+    # Its driver is killed right after the first commit; the write may be on its way.
+    killed = field("run", "crash-resume.yaml", "--workers", "1", env={"AGENTCTL_FAULT": "after_commit:1"})
+    assert killed.code == -9
+    run_id = field.json("runs", "list").data["runs"][0]["runId"]
+    resumed = field.json("resume", run_id)
+    assert (resumed.code, resumed.data["output"]) == (0, {"content": "written once\n"})
+    assert target.read_text() == "written once\n"
+
+
+def _policy_denial(field: Field, run: Callable[..., Any]) -> None:
+    result = field.json("run", "policy-denial.yaml")
+    assert (result.code, result.data["state"], result.data["error"]["taskId"]) == (4, "failed", "save")
+    assert not (field.folder / "build").exists()
+    [task] = field.json("inspect", "@latest").data["tasks"]
+    assert (task["state"], task["attempt"]) == ("failed", 1)
+
+
 PROMISES: dict[str, Callable[[Field, Callable[..., Any]], None]] = {
     "hello.yaml": _hello,
     "dataflow.yaml": _dataflow,
@@ -210,6 +289,14 @@ PROMISES: dict[str, Callable[[Field, Callable[..., Any]], None]] = {
     "budget.yaml": _budget,
     "vars.yaml": _vars,
     "check-diff.yaml": _check_diff,
+    "router.yaml": _router,
+    "parallel.yaml": _parallel,
+    "loop.yaml": _loop,
+    "repair.yaml": _repair,
+    "subworkflow.yaml": _subworkflow,
+    "release.yaml": _release,
+    "crash-resume.yaml": _crash_resume,
+    "policy-denial.yaml": _policy_denial,
 }
 
 

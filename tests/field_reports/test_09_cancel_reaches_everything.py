@@ -1,4 +1,4 @@
-"""Report 9: cancel marks the parent, children go on and keep their slots. Without its sub-workflow.
+"""Report 9: cancel marks the parent, children go on and keep their slots.
 
 https://github.com/PrefectHQ/prefect/issues/7732 · https://github.com/dagster-io/dagster/issues/21476
 """
@@ -13,12 +13,19 @@ from support.field import Field, bound, kill
 from support.scale import repeats
 
 
-def test_cancel_ends_the_children_and_gives_the_places_to_others(field: Field) -> None:
-    """Run A: fifty tasks of 30 s on eight workers with a budget; run B waits behind it."""
+@pytest.mark.parametrize("inside", [False, True], ids=["top", "sub-workflow"])
+def test_cancel_ends_the_children_and_gives_the_places_to_others(field: Field, inside: bool) -> None:
+    """Run A: fifty tasks of 30 s on eight workers with a budget, also in a sub-workflow; run B waits behind it."""
     budget = {"maxProcessOutputBytes": 2 << 27}
     runtime = {"maxConcurrency": 8, "budgets": budget}
     pool = field.pool(8)
-    a = field.workflow("a", [field.tick_fan("a", 50, 30, idempotent=False)], runtime=runtime)
+    fan = field.tick_fan("a", 50, 30, idempotent=False)
+    if inside:
+        sub = {"version": "1.0.0", "inputSchema": True, "outputSchema": True, "tasks": [fan]}
+        calls = [{"id": "call", "uses": "workflow:sub"}]
+        a = field.workflow("a", calls, subworkflows={"sub": sub}, runtime=runtime)
+    else:
+        a = field.workflow("a", [fan], runtime=runtime)
     waiting = field.start("run", a, "--output", "json")
     wait_until(lambda: len(field.lines()) == 8, "eight run")
     run_id = field.scalar("SELECT run_id FROM runs")
@@ -30,7 +37,7 @@ def test_cancel_ends_the_children_and_gives_the_places_to_others(field: Field) -
     assert time.monotonic() - began < bound(5)
     assert field.json("wait", b).code == 0
     counts = dict(field.rows("SELECT state, COUNT(*) FROM tasks WHERE run_id = ? GROUP BY 1", run_id))
-    assert counts == {"cancelled": 51}
+    assert counts == ({"cancelled": 52, "succeeded": 1} if inside else {"cancelled": 51})
     statuses = dict(field.rows("SELECT status, COUNT(*) FROM effects WHERE run_id = ? GROUP BY 1", run_id))
     assert set(statuses) <= {"uncertain", "cancelled", "succeeded"}
     assert statuses["uncertain"] == 8

@@ -24,6 +24,9 @@ TASKS = """\
 # The mark § stands where the finding has to be, the mark ¶ where the other of two equal keys is.
 REFUSED = {
     "duplicate task id": HEAD + "  tasks:\n    - {id: ¶a, uses: 'action:set'}\n    - {id: §a, uses: 'action:set'}\n",
+    "duplicate task id in a sub-workflow": HEAD
+    + "  subworkflows:\n    s:\n      version: 1.0.0\n      inputSchema: true\n      outputSchema: true\n      tasks:\n"
+    + "        - {id: ¶a, uses: 'action:set'}\n        - {id: §a, uses: 'action:set'}\n" + TASKS,
     "duplicate nested key": HEAD + "  inputs:\n    deep:\n      ¶x: 1\n      y: 2\n      §x: 3\n" + TASKS,
     "duplicate behind a merge": HEAD + "  inputs:\n    base: &b {x: 1}\n    more:\n      §<<: *b\n      x: 2\n" + TASKS,
     "not a number": HEAD + "  inputs: {value: §.nan}\n" + TASKS,
@@ -81,6 +84,30 @@ def test_what_is_refused_has_its_place(field: Field, what: str) -> None:
     if what.startswith("a "):
         assert "quote" in human.err
     assert not field.database.exists()
+
+
+SUB = """\
+  subworkflows:
+    typed:
+      version: 1.0.0
+      inputSchema: {type: object, required: [value], properties: {value: {type: string}}}
+      outputs: {value: '${{ tasks.a.output.output.value }}'}
+      outputSchema: {type: object, properties: {value: {type: string}}}
+      tasks: [{id: a, uses: 'action:set', with: {value: '${{ inputs.value }}'}}]
+"""
+
+
+@pytest.mark.parametrize("spelled", KEPT)
+def test_an_input_of_the_type_text_is_the_exact_text_or_refused(field: Field, spelled: str) -> None:
+    """Through a typed boundary: what is text arrives as it stands in the file, and nothing else is made into text."""
+    tasks = f"  tasks: [{{id: call, uses: 'workflow:typed', with: {{value: {spelled}}}}}]\n"
+    field.text("case.yaml", HEAD + SUB + tasks + "  outputs: {value: '${{ tasks.call.output.value }}'}\n")
+    assert field.json("check", "case.yaml").code == 0
+    result = field.json("run", "case.yaml")
+    if isinstance(KEPT[spelled], str):
+        assert (result.code, result.data["output"]) == (0, {"value": KEPT[spelled]})
+    else:
+        assert (result.code, result.data["error"]["code"]) == (4, "output_contract")
 
 
 @pytest.mark.parametrize("spelled", KEPT)

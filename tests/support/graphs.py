@@ -293,12 +293,12 @@ def interpret(graph: Graph) -> Expected:
             tasks[step.id] = ("failed", None)
             errors[step.id] = "assertion failed"
             continue
-        tasks[step.id] = ("succeeded", _perform(node.action, given, memory, files))
+        tasks[step.id] = ("succeeded", perform(node.action, given, memory, files))
     failed = any(state == "failed" for state, _ in tasks.values())
     return Expected("failed" if failed else "succeeded", tasks, memory, files, [step.id for step in steps])
 
 
-def _perform(action: str, given: dict[str, Any], memory: dict[str, Any], files: dict[str, str]) -> dict[str, Any]:
+def perform(action: str, given: dict[str, Any], memory: dict[str, Any], files: dict[str, str]) -> dict[str, Any]:
     """The output of a task that succeeds (contract 3), and what it does to memory and files."""
     still = {"status": "unchanged", "changed": False}
     if action == "assign":
@@ -314,7 +314,7 @@ def _perform(action: str, given: dict[str, Any], memory: dict[str, Any], files: 
         text = as_text(given["text"]) + "\n"
         return {"status": "changed", "changed": True, "exitCode": 0, "stdout": text, "stderr": ""}
     if action == "remember":
-        before, after = memory[given["key"]], given["value"]
+        before, after = memory.get(given["key"]), given["value"]
         memory[given["key"]] = after
         changed = not identical(before, after)
         return {
@@ -355,4 +355,4 @@ def perform_claim(graph_input: Mapping[str, Any], files: dict[str, str]) -> dict
     given = dict(graph_input["input"])
     if action == "echo":
         given = {"text": given["args"][0]}
-    return _perform(action, given, dict(graph_input.get("memory", {})), files)
+    return perform(action, given, dict(graph_input.get("memory", {})), files)

@@ -20,10 +20,11 @@ from agentctl.store.records import AttemptEnd, Claim, EffectEnd, FinishedAttempt
 
 from support.builders import LEASE_MS, Hand, effect_request
 from support.clock import FixedIds, ManualClock
+from support.constructs import Program
 from support.graphs import FILES, SEED_TEXT, Graph, perform_claim
 
 
-def compiled(graph: Graph, concurrency: int) -> tuple[LoadedDocument, Plan]:
+def compiled(graph: Graph | Program, concurrency: int) -> tuple[LoadedDocument, Plan]:
     source = parse_document(json.dumps(graph.document(concurrency)).encode(), "flow.yaml")
     document = document_from_source(source, base_dir=Path("/base"))
     return document, compile_workflow(document, inputs={})
@@ -33,7 +34,13 @@ class Play:
     """A driver and its workers in one thread. Chance decides who does what next."""
 
     def __init__(
-        self, store: Store, clock: ManualClock, graph: Graph, concurrency: int, workers: int, chance: random.Random
+        self,
+        store: Store,
+        clock: ManualClock,
+        graph: Graph | Program,
+        concurrency: int,
+        workers: int,
+        chance: random.Random,
     ) -> None:
         document, plan = compiled(graph, concurrency)
         self.plan = plan
@@ -130,7 +137,7 @@ class Play:
 
     def perform(self) -> None:
         """Until the run has ended."""
-        for _ in range(20_000):
+        for _ in range(max(20_000, 200 * len(self.plan.order))):
             if self.store.get_run(self.run_id).state != "running":
                 return
             what = self.chance.random()

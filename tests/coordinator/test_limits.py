@@ -1,0 +1,110 @@
+"""The widest plans that are allowed, and one more (contract table, row 4; field report 25)."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from agentctl.coordinator.diagnostics import DocumentError
+from agentctl.coordinator.plan import Plan
+from support.scale import time_factor
+
+Build = Callable[..., Plan]
+WIDEST = 100_000
+SECONDS, BYTES = 20, 1 << 30
+HEAD = """\
+apiVersion: agentctl.dev/v1
+kind: Workflow
+metadata: {name: wide}
+spec:
+  policy: {approval: never, processAllowlist: [echo]}
+  actions: {say: {kind: builtin.shell.exec, command: echo, idempotency: idempotent}}
+"""
+HEAD += f"  vars: {{s: {list(range(100))}, t: {list(range(10))}}}\n"
+SUB = """\
+  subworkflows:
+    sub:
+      version: 1.0.0
+      inputSchema: {type: object}
+      outputSchema: {type: object}
+      tasks:
+        - id: each
+          uses: action:say
+          foreach: {items: "${{ inputs.items }}", maxItems: 100000}
+          with: {args: ["${{ vars.item }}"]}
+"""
+TASKS = {
+    "foreach": 'foreach: {items: "${{ inputs.items }}", maxItems: 100000}, with: {args: ["${{ vars.item }}"]}',
+    "matrix": 'matrix: {maxItems: 100000, axes: {a: "${{ vars.s }}", b: "${{ vars.t }}", c: "${{ vars.s }}"}}',
+}
+CHILD = """
+import json, pathlib, resource, sys, time
+from agentctl.coordinator.definition import load_workflow
+from agentctl.coordinator.compiler import compile_workflow
+inputs = json.loads(pathlib.Path("inputs.json").read_text())
+began = time.monotonic()
+plan = compile_workflow(load_workflow(pathlib.Path("flow.yaml")), inputs=inputs)
+size = sum(len(chunk) for chunk in plan.canonical_chunks())
+seconds = time.monotonic() - began
+peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+print(json.dumps([len(plan.order), seconds, peak, size]))
+"""
+
+
+@pytest.mark.parametrize("shape", ["foreach", "matrix", "sub-workflow"])
+def test_the_widest_plan_compiles_quickly_and_within_memory(tmp_path: Path, shape: str) -> None:
+    """A hundred thousand children, from text to the text of the plan."""
+    if shape == "sub-workflow":
+        text = HEAD + SUB + '  tasks: [{id: call, uses: workflow:sub, with: {items: "${{ inputs.items }}"}}]\n'
+    else:
+        text = HEAD + f"  tasks: [{{id: each, uses: action:say, {TASKS[shape]}}}]\n"
+    (tmp_path / "flow.yaml").write_text(text)
+    inputs = {"items": [f"item {n}" for n in range(WIDEST)]}
+    (tmp_path / "inputs.json").write_text(json.dumps(inputs))
+    done = subprocess.run([sys.executable, "-c", CHILD], cwd=tmp_path, capture_output=True, text=True, check=True)
+    count, seconds, peak, _ = json.loads(done.stdout)
+    assert count == WIDEST + (3 if shape == "sub-workflow" else 1)
+    assert seconds < SECONDS * time_factor()
+    assert peak < BYTES
+
+
+def test_one_more_is_refused_with_count_and_limit(build: Build) -> None:
+    spec = HEAD.partition("spec:\n")[2]
+    tasks = f"  tasks: [{{id: each, uses: action:say, {TASKS['foreach']}}}]\n"
+    with pytest.raises(DocumentError, match=f"{WIDEST + 1} children are more than maxItems, which is {WIDEST}"):
+        build(spec + tasks, inputs={"items": [0] * (WIDEST + 1)})
+    with pytest.raises(DocumentError, match=f"{WIDEST + 1} children are more than maxItems, which is {WIDEST}"):
+        build(
+            spec + SUB + '  tasks: [{id: call, uses: workflow:sub, with: {items: "${{ inputs.items }}"}}]\n',
+            inputs={"items": [0] * (WIDEST + 1)},
+        )
+
+
+def test_a_plan_of_many_calls_has_a_largest_size(build: Build) -> None:
+    """Children inside of calls count as well: nobody nests more than a plan may hold."""
+    spec = HEAD.partition("spec:\n")[2] + SUB + "  tasks:\n"
+    call = '    - {id: c%d, uses: workflow:sub, with: {items: "${{ inputs.items }}"}}\n'
+
+    def tasks(count: int) -> str:
+        return "".join(call % number for number in range(count))
+
+    inputs: dict[str, Any] = {"items": [0] * 49_997}
+    assert len(build(spec + tasks(4), inputs=inputs).order) == 200_000
+    with pytest.raises(DocumentError, match="200001 compiled tasks are more than 200000"):
+        build(spec + tasks(4) + "    - {id: one, uses: action:say}\n", inputs=inputs)
+
+
+def test_the_longest_loop(build: Build) -> None:
+    """A thousand iterations are allowed; the model refuses one more with its limit."""
+    spec = HEAD.partition("spec:\n")[2]
+    loop = '  tasks: [{id: l, uses: action:say, loop: {maxIterations: %d, while: "${{ vars.loopIndex < 1 }}"}}]\n'
+    plan = build(spec + loop % 1000)
+    assert len(plan.order) == 1001
+    assert plan.order[999].startswith("l--0999-")
+    with pytest.raises(DocumentError, match="1000"):
+        build(spec + loop % 1001)

@@ -1,0 +1,72 @@
+"""The workflows that stand in the pages of `ops/docs/` are real: they compile, and come to their end."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from support.clock import ManualClock
+from support.control import Bench, Outcome, bench
+
+ROOT = Path(__file__).resolve().parents[2]
+DOCS = ROOT / "ops" / "docs"
+PAGES = ["conditions", "routers", "loops", "sub-workflows", "fan-out"]
+
+
+@pytest.fixture
+def table(tmp_path: Path, clock: ManualClock) -> Iterator[Bench]:
+    yield from bench(tmp_path, clock)
+
+
+def workflow_of(page: str) -> str:
+    """The `spec` of the workflow of a page."""
+    [block] = re.findall(r"^```yaml\n(apiVersion: .*?)^```", (DOCS / f"{page}.md").read_text(), re.M | re.S)
+    return block.partition("spec:\n")[2]
+
+
+def states(done: Outcome) -> dict[str, str]:
+    return {name: state for name, state in done.states().items() if "--" not in name}
+
+
+def test_conditions(table: Bench) -> None:
+    done = table.run(workflow_of("conditions"))
+    assert states(done) == {"test": "succeeded", "deploy": "succeeded", "spread": "skipped", "announce": "skipped"}
+    assert set(done.tasks["spread"].output["condition"]) == {"expression", "result", "contextDigest"}
+
+
+def test_routers(table: Bench) -> None:
+    done = table.run(workflow_of("routers"))
+    assert done.tasks["way"].output == {"selected": True, "matched": True, "destinations": ["review"]}
+    assert done.tasks["accept"].output == {
+        "reason": "route not selected",
+        "route": {"router": "way", "selected": True, "matched": True},
+    }
+    assert table.run(workflow_of("routers"), {"total": 7}).tasks["accept"].state == "succeeded"
+
+
+def test_loops(table: Bench) -> None:
+    done = table.run(workflow_of("loops"))
+    assert (done.state, done.tasks["refine"].output["iterations"]) == ("succeeded", 2)
+
+
+def test_sub_workflows(table: Bench) -> None:
+    done = table.run(workflow_of("sub-workflows"))
+    assert (done.state, done.output) == ("succeeded", {"letters": ["Dear Ann", "Hello Bob"]})
+
+
+def test_fan_out(table: Bench) -> None:
+    done = table.run(workflow_of("fan-out"))
+    assert (done.state, len(done.tasks["build"].output["items"])) == ("succeeded", 4)
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_pages_point_to_what_is_there(page: str) -> None:
+    """Links, files and the table of contents in the README."""
+    text = (DOCS / f"{page}.md").read_text()
+    for target in re.findall(r"\]\(([^)]+)\)", text):
+        assert (DOCS / target).is_file(), target
+    for file in re.findall(r"ops/examples/[a-z-]+\.yaml", text):
+        assert (ROOT / file).is_file(), file
+    assert f"ops/docs/{page}.md" in (ROOT / "README.md").read_text()
