@@ -302,3 +302,66 @@ def test_diff_of_a_real_run_is_recorded(cli: Any) -> None:
     assert cli.json("run", "flow.yaml").data["output"]["w"]["diff"] is None
     (cli.folder / "out/a").unlink()
     assert "+x" in cli.json("run", "flow.yaml", "--diff").data["output"]["w"]["diff"]
+
+
+# ---------------------------------------------------------------------- control flow
+
+ROUTES = (
+    "  tasks:\n"
+    "    - {id: ask, uses: %s}\n"
+    "    - {id: choose, uses: router, needs: [ask], route: {select: '${{ tasks.ask.output.changed }}', cases: [{equals: true, tasks: [yes]}], default: [no]}}\n"
+    "    - {id: yes, uses: action:set, needs: [choose]}\n"
+    "    - {id: no, uses: action:set, needs: [choose]}\n"
+    "    - {id: after, uses: action:set, needs: [no], with: {x: '${{ tasks.no.output.changed }}'}}\n"
+)
+
+
+def test_a_router_chooses_where_it_can_and_else_leaves_all_ways_open(cli: Any) -> None:
+    known = check(cli, ROUTES % "action:set")
+    assert known.results == {
+        "ask": "executed", "choose": "executed", "yes": "skipped", "no": "executed", "after": "executed",
+    }  # fmt: skip
+    unknown = check(cli, ROUTES % "action:touch")
+    assert unknown.code == 0
+    assert set(unknown.results.values()) == {"requires_execution"}
+    assert unknown.tasks["yes"]["dependsOn"] == ["choose"]
+
+
+def test_a_loop_whose_guard_cannot_be_known_does_not_fail(cli: Any) -> None:
+    loop = (
+        "  tasks:\n"
+        "    - {id: again, uses: action:%s, loop: {maxIterations: 3, while: '${{ vars.loopIndex %s }}'}, with: {}}\n"
+        "    - {id: after, uses: action:set, needs: [again], with: {n: '${{ tasks.again.output.iterations }}'}}\n"
+    )
+    known = check(cli, loop % ("set", "< 2"))
+    assert (known.code, known.data["output"]["after"]["output"]) == (0, {"n": 2})
+    unknown = check(cli, loop % ("touch", "< 2"))
+    assert (unknown.code, set(unknown.results.values())) == (0, {"requires_execution"})
+    endless = check(cli, loop % ("set", "< 9"))
+    assert (endless.code, endless.results["again"]) == (4, "failed")
+    assert check(cli, loop % ("touch", "< 9")).code == 0
+
+
+def test_a_sub_workflow_is_foreseen_as_far_as_its_tasks_are(cli: Any) -> None:
+    spec = (
+        "  subworkflows:\n"
+        "    w:\n"
+        "      version: 1.0.0\n"
+        "      inputSchema: {type: object, properties: {n: {type: integer}}, required: [n]}\n"
+        "      outputSchema: {type: object}\n"
+        "      outputs: {n: '${{ tasks.inner.output.output.n }}'}\n"
+        "      tasks: [{id: inner, uses: action:set, with: {n: '${{ inputs.n }}'}}, {id: made, uses: action:touch}]\n"
+        "  tasks:\n"
+        "    - {id: touch, uses: action:touch}\n"
+        "    - {id: known, uses: workflow:w, with: {n: 1}}\n"
+        "    - {id: open, uses: workflow:w, needs: [touch], with: {n: '${{ tasks.touch.output.exitCode }}'}}\n"
+        "    - {id: sum, uses: action:set, needs: [known], with: {n: '${{ tasks.known.output.n }}'}}\n"
+    )
+    checked = check(cli, spec)
+    assert checked.code == 0
+    assert checked.data["output"]["sum"]["output"] == {"n": 1}
+    assert checked.results["known--made"] == checked.results["open--inner"] == "requires_execution"
+    assert checked.results["open"] == "requires_execution"
+    wrong = check(cli, spec.replace("with: {n: 1}", "with: {n: text}"))
+    assert wrong.code == 4
+    assert "inputSchema" in str(wrong.data["error"])

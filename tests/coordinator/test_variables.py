@@ -315,3 +315,50 @@ def test_what_an_expansion_binds_has_an_origin(write: Any) -> None:
         "word": "expansion",
         "foreachIndex": "expansion",
     }
+
+
+# ---------------------------------------------------------------------- control flow
+
+SUB = """\
+  vars: {a: workflow}
+  subworkflows:
+    w:
+      version: 1.0.0
+      inputSchema: {}
+      outputSchema: {}
+      tasks:
+        - {id: inner, uses: action:set, varsFiles: [s.yaml], vars: {c: '${{ inputs.x }}'}}
+  tasks:
+    - {id: call, uses: workflow:w, with: {x: 1}}
+"""
+
+
+def test_tasks_of_a_sub_workflow_have_files_of_their_own(write: Any) -> None:
+    document = write(SUB, s="a: sub\nb: ${{ tasks.none.output }}\n")
+    plan = compile_workflow(capture(document, pairs={"d": 4}))
+    inner = plan.tasks["call--inner"]
+    assert inner.vars["a"] == "sub"
+    assert inner.data_vars == ("b",)
+    assert inner.vars["c"].startswith("${{ tasks.call--inputs-")
+    with pytest.raises(DocumentError) as caught:
+        capture(write(SUB, s="loopIndex: 1\n"))
+    assert [(item.file, item.line) for item in caught.value.diagnostics] == [("s.yaml", 1)]
+
+
+def test_the_last_decision_of_a_loop_takes_data_as_data(write: Any) -> None:
+    spec = (
+        "  tasks:\n    - id: t\n      uses: action:set\n      varsFiles: [t.yaml]\n"
+        "      loop: {maxIterations: 2, while: '${{ vars.loopIndex < 1 }}'}\n"
+    )
+    plan = compile_workflow(capture(write(spec, t="text: ${{ nothing }}\n")))
+    loop = plan.tasks["t"].loop
+    assert loop is not None
+    assert loop["dataVars"] == ["text"]
+    assert Plan.from_json(plan.to_json()).tasks["t"].loop == loop
+    assert [task.data_vars for task in plan.tasks.values() if task.expansion is not None] == [("text",), ("text",)]
+
+
+def test_names_that_a_loop_binds_cannot_come_from_a_file_of_its_task(write: Any) -> None:
+    spec = "  tasks: [{id: t, uses: action:set, foreach: {items: [1], as: word}, varsFiles: [t.yaml]}]\n"
+    with pytest.raises(DocumentError, match="bound by foreach"):
+        compile_workflow(capture(write(spec, t="word: 1\n")))
