@@ -17,6 +17,7 @@ from agentctl.store.errors import EnvironmentFault, UsageError
 
 from .main import Settings, Verb, pass_settings
 from .render import Printer, clean, print_error, warn_findings
+from .variables import read_pairs, unknown_inputs, variable_options
 
 if TYPE_CHECKING:
     from agentctl.coordinator.definition import LoadedDocument
@@ -143,18 +144,39 @@ def read_file(file: str, option: str) -> bytes:
     return data
 
 
-def compile_file(file: str, given: dict[str, Any]) -> tuple[LoadedDocument, Plan]:
-    """Load and compile one workflow file with the inputs of the command line. Raises `DocumentError`."""
-    with _without_plugins():
+def compile_file(
+    file: str,
+    given: dict[str, Any],
+    pairs: Sequence[str] = (),
+    *,
+    vars_files: Sequence[str] = (),
+    var_pairs: Sequence[str] = (),
+    workspace: Path | None = None,
+) -> tuple[LoadedDocument, Plan]:
+    """Load one workflow file, capture its variables, and compile it with the inputs of the command line.
+
+    `pairs` are the texts of `--input`. Warnings are gathered in the document. Raises `UsageError` and `DocumentError`.
+    """
+    variables = read_pairs(var_pairs)
+    with without_plugins():
+        from agentctl.coordinator.advice import certain_denials
         from agentctl.coordinator.compiler import compile_workflow
         from agentctl.coordinator.definition import load_workflow
+        from agentctl.coordinator.diagnostics import DocumentError
+        from agentctl.coordinator.variables import capture
 
-    document = load_workflow(Path(file))
-    return document, compile_workflow(document, inputs=given)
+    document = capture(load_workflow(Path(file)), workspace=workspace, files=vars_files, pairs=variables)
+    odd = unknown_inputs(document, given, pairs)
+    if any(item.severity == "error" for item in odd):
+        raise DocumentError(odd)
+    plan = compile_workflow(document, inputs=given)
+    document.warnings.extend(odd)
+    document.warnings.extend(certain_denials(document, plan))
+    return document, plan
 
 
 @contextmanager
-def _without_plugins() -> Iterator[None]:
+def without_plugins() -> Iterator[None]:
     """Import pydantic without its search for plugins, which reads the metadata of every installed package."""
     name = "PYDANTIC_DISABLE_PLUGINS"
     if name in os.environ:
@@ -170,6 +192,7 @@ def _without_plugins() -> Iterator[None]:
 @click.command(cls=Verb)
 @click.argument("files", nargs=-1, required=True, metavar="FILE...")
 @input_options
+@variable_options
 @pass_settings
 @click.pass_context
 def check(
@@ -179,6 +202,8 @@ def check(
     pairs: tuple[str, ...],
     inputs_text: str | None,
     inputs_file: str | None,
+    vars_files: tuple[str, ...],
+    var_pairs: tuple[str, ...],
 ) -> None:
     """Check workflow files: everything that can be known to be wrong before a run.
 
@@ -186,12 +211,12 @@ def check(
     """
     given = read_inputs(pairs, inputs_text, inputs_file)
     printer = Printer(settings)
-    wrong = False
+    wrong = 0
     for file in files:
         try:
-            document, plan = compile_file(file, given)
+            document, plan = compile_file(file, given, pairs, vars_files=vars_files, var_pairs=var_pairs)
         except UsageError as error:
-            wrong = True
+            wrong += 1
             print_error(
                 settings,
                 error.message,
@@ -213,6 +238,8 @@ def check(
         noun = "task" if data["tasks"] == 1 else "tasks"
         text = f"{clean(file)}: ok, workflow {clean(plan.workflow_name)}, {data['tasks']} {noun}"
         printer.result("CheckResult", data, partial(Printer.line, text=text), document.warnings)
+    if len(files) > 1 and not settings.json:
+        printer.line(f"{len(files)} files, {wrong or 'all'} of them {'wrong' if wrong else 'fine'}")
     if wrong:
         context.exit(2)
 
@@ -220,42 +247,27 @@ def check(
 @click.command(cls=Verb)
 @click.argument("file")
 @input_options
+@variable_options
 @pass_settings
 def plan(
-    settings: Settings, file: str, pairs: tuple[str, ...], inputs_text: str | None, inputs_file: str | None
+    settings: Settings,
+    file: str,
+    pairs: tuple[str, ...],
+    inputs_text: str | None,
+    inputs_file: str | None,
+    vars_files: tuple[str, ...],
+    var_pairs: tuple[str, ...],
 ) -> None:
-    """Show the compiled plan of a workflow file: tasks in order with what they need."""
-    document, compiled = compile_file(file, read_inputs(pairs, inputs_text, inputs_file))
+    """Show the compiled plan of a workflow file: order, needs, effects and limits, counted after expansion."""
+    given = read_inputs(pairs, inputs_text, inputs_file)
+    document, compiled = compile_file(file, given, pairs, vars_files=vars_files, var_pairs=var_pairs)
     from agentctl.coordinator.plan import plan_as_json
 
+    from .authoring import plan_for_people
+
     warn_findings(settings, document.warnings)
-
-    def human(out: Printer) -> None:
-        out.line(f"workflow     {clean(compiled.workflow_name)}")
-        out.line(f"plan digest  {compiled.plan_digest}")
-        out.line(f"tasks        {len(compiled.order)}, at most {compiled.max_concurrency} at once")
-        out.line()
-        rows = [
-            (
-                task.position + 1,
-                task.id,
-                task.action_kind or task.uses_kind,
-                _few(task.needs),
-                task.failure,
-                task.retry.max_attempts,
-            )
-            for task in (compiled.tasks[name] for name in compiled.order)
-        ]
-        out.table(("#", "TASK", "ACTION", "NEEDS", "FAILURE", "ATTEMPTS"), rows)
-
     data = plan_as_json(compiled) if settings.json or settings.verbose else None
-    Printer(settings).result("Plan", data, human, document.warnings)
-
-
-def _few(names: Sequence[str]) -> str:
-    if not names:
-        return "-"
-    return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
+    Printer(settings).result("Plan", data, lambda out: plan_for_people(out, document, compiled), document.warnings)
 
 
 @click.command(cls=Verb)
@@ -263,13 +275,10 @@ def _few(names: Sequence[str]) -> str:
 @pass_settings
 def schema(settings: Settings, target: str | None) -> None:
     """Print the JSON Schema (Draft 2020-12) of workflow files, for editors."""
-    with _without_plugins():
-        from agentctl.coordinator.definition import document_schema
-
-    data = document_schema()
-    text = json.dumps(data, ensure_ascii=False, indent=2) + "\n"
+    text = schema_text()
+    data = json.loads(text)
     if target is not None:
-        _write_atomically(Path(target), text)
+        write_atomically(Path(target), text)
     printer = Printer(settings)
     if settings.json:
         written = {"written": target} if target is not None else data
@@ -280,7 +289,16 @@ def schema(settings: Settings, target: str | None) -> None:
         click.echo(text, nl=False)
 
 
-def _write_atomically(target: Path, text: str) -> None:
+def schema_text() -> str:
+    """The JSON Schema of workflow files as text."""
+    with without_plugins():
+        from agentctl.coordinator.definition import document_schema
+
+    return json.dumps(document_schema(), ensure_ascii=False, indent=2) + "\n"
+
+
+def write_atomically(target: Path, text: str) -> None:
+    """Replace a file at once. Raises `EnvironmentFault`; then whatever was there before is still there."""
     temporary = target.with_name(f".{target.name}.agentctl.tmp")
     try:
         temporary.write_text(text, encoding="utf-8")

@@ -161,8 +161,11 @@ class VerbGroup(_WithGlobals, click.Group):
 
 
 _VERBS: dict[str, tuple[str, str, str]] = {
+    "init": ("authoring", "init", "Write a workflow file to start from."),
     "check": ("documents", "check", "Check workflow files; nothing is executed or written."),
     "plan": ("documents", "plan", "Show the compiled plan of a workflow file."),
+    "explain": ("authoring", "explain", "Show where variables get their values."),
+    "graph": ("authoring", "graph", "Draw a workflow file or a run."),
     "schema": ("documents", "schema", "Print the JSON Schema of workflow files, for editors."),
     "run": ("run", "run", "Run a workflow file here and wait for its end."),
     "submit": ("run", "submit", "Hand a workflow file to the pool and return."),

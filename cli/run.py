@@ -34,6 +34,7 @@ from .render import (
     warn_findings,
     when,
 )
+from .variables import variable_options
 
 if TYPE_CHECKING:
     from agentctl.coordinator.definition import LoadedDocument
@@ -88,6 +89,7 @@ def _submission_options(function: Callable[..., Any]) -> Callable[..., Any]:
         click.option("--idempotency-key", metavar="KEY", help="The same key gives the same run back."),
         click.option("--priority", type=click.IntRange(-10, 10), default=0, help="-10 to 10; higher is served first."),
         click.option("--workspace", type=click.Path(), metavar="DIR", help="Base of paths; else FILE's folder."),
+        variable_options,
         input_options,
         click.argument("file"),
     ):
@@ -117,6 +119,9 @@ def _prepare(
     inputs_file: str | None,
     workspace: str | None,
     key: str | None,
+    *,
+    vars_files: tuple[str, ...],
+    var_pairs: tuple[str, ...],
 ) -> _Prepared:
     """Everything of a submission that needs no database. Raises `UsageError` (and `DocumentError`)."""
     if key is not None and not (1 <= len(key) <= MAX_KEY and key.isprintable()):
@@ -124,12 +129,13 @@ def _prepare(
     from agentctl.coordinator.compiler import merge_inputs
 
     given = read_inputs(pairs, inputs_text, inputs_file)
-    document, plan = compile_file(file, given)
-    base = document.base_dir
+    root = None
     if workspace is not None:
-        base = Path(workspace).absolute()
-        if not base.is_dir():
+        root = Path(workspace).absolute()
+        if not root.is_dir():
             raise UsageError(f"--workspace {workspace}: no such folder", remedy="give a folder that exists")
+    document, plan = compile_file(file, given, pairs, vars_files=vars_files, var_pairs=var_pairs, workspace=root)
+    base = document.base_dir if root is None else root
     try:
         str(base).encode("utf-8")
     except UnicodeEncodeError as error:
@@ -148,6 +154,8 @@ def _submit(
     priority: int,
     key: str | None,
     interactive: bool = False,
+    check: bool = False,
+    diff: bool = False,
 ) -> tuple[Submission, Store]:
     from agentctl.coordinator.submission import submit as submit_run
     from agentctl.store.clock import SystemIds
@@ -166,6 +174,8 @@ def _submit(
             base_path=base,
             actor=ACTOR,
             interactive=interactive,
+            check=check,
+            show_diff=True if diff else (False if check else None),
         )
     except BaseException:
         store.close()
@@ -177,6 +187,8 @@ def _submit(
 @_submission_options
 @_workers_option
 @_timeout_option
+@click.option("--check", is_flag=True, help="Change nothing: read, compute, and foresee what would be done.")
+@click.option("--diff", is_flag=True, help="Record a diff of each write; with --check also show it.")
 @click.option("--interactive", is_flag=True, help="A person is here: `nonInteractive` of the policy does not apply.")
 @pass_settings
 @click.pass_context
@@ -187,24 +199,49 @@ def run(
     pairs: tuple[str, ...],
     inputs_text: str | None,
     inputs_file: str | None,
+    vars_files: tuple[str, ...],
+    var_pairs: tuple[str, ...],
     workspace: str | None,
     priority: int,
     idempotency_key: str | None,
     workers: int | None,
     timeout: float | None,
+    check: bool,
+    diff: bool,
     interactive: bool,
 ) -> None:
     """Run a workflow file and wait for its end.
 
     The first SIGINT or SIGTERM cancels the run. Exit: 0 succeeded, 3 paused, 4 failed, 130 cancelled.
+
+    With --check the run is recorded and nothing else is changed: no file, no program, no approval. Exit 0 when nothing
+    is certain to fail, 4 otherwise.
     """
     if interactive and not sys.stdin.isatty():
         raise PolicyError("--interactive needs a terminal", remedy="leave it out where nobody can be asked")
     from . import pool  # noqa: F401  # its import takes a while, and nothing may interrupt what follows for long
 
-    prepared = _prepare(settings, file, pairs, inputs_text, inputs_file, workspace, idempotency_key)
+    prepared = _prepare(
+        settings,
+        file,
+        pairs,
+        inputs_text,
+        inputs_file,
+        workspace,
+        idempotency_key,
+        vars_files=vars_files,
+        var_pairs=var_pairs,
+    )
     with _signals_held():
-        submission, store = _submit(settings, prepared, priority=priority, key=idempotency_key, interactive=interactive)
+        submission, store = _submit(
+            settings,
+            prepared,
+            priority=priority,
+            key=idempotency_key,
+            interactive=interactive,
+            check=check,
+            diff=diff,
+        )
     with closing(store):
         plan = prepared[1] if submission.created else None
         word = "started" if submission.created else "is the run of this key"
@@ -241,6 +278,8 @@ def submit(
     pairs: tuple[str, ...],
     inputs_text: str | None,
     inputs_file: str | None,
+    vars_files: tuple[str, ...],
+    var_pairs: tuple[str, ...],
     workspace: str | None,
     priority: int,
     idempotency_key: str | None,
@@ -249,7 +288,17 @@ def submit(
 
     Without a live coordinator the run waits for one; a warning says so.
     """
-    prepared = _prepare(settings, file, pairs, inputs_text, inputs_file, workspace, idempotency_key)
+    prepared = _prepare(
+        settings,
+        file,
+        pairs,
+        inputs_text,
+        inputs_file,
+        workspace,
+        idempotency_key,
+        vars_files=vars_files,
+        var_pairs=var_pairs,
+    )
     submission, store = _submit(settings, prepared, priority=priority, key=idempotency_key)
     with closing(store):
         data = {
@@ -586,6 +635,11 @@ def _print_outcome(printer: Printer, store: Store, run_id: str) -> int:
     """RunOutcome on stdout, for every state (contract, after the new verbs). Returns the exit code."""
     views = views_of(store)
     outcome = views.outcome(run_id)
+    if store.get_run(run_id).mode == "check":
+        from .foreseen import print_foreseen
+
+        print_foreseen(printer, store, run_id, outcome)
+        return EXIT_BY_STATE[str(outcome["state"])]
     printer.result("RunOutcome", outcome, lambda out: _outcome_for_people(out, views, outcome))
     return EXIT_BY_STATE[str(outcome["state"])]
 

@@ -17,7 +17,7 @@ from typing import Any
 from agentctl.store.canonical import JsonError, canonical, check_value, hex_digest
 
 from .capabilities import agent_problems
-from .definition import PROCESS_KINDS, RESERVED_VARIABLES, LoadedDocument, Retry, Route, Task
+from .definition import PROCESS_KINDS, LoadedDocument, Retry, Route, Task
 from .diagnostics import Diagnostic, DocumentError, Path, did_you_mean
 from .expansion import ExpansionError, Fanout, expansion_id, loop_guard, output_of, plan_foreach, plan_loop, plan_matrix
 from .expressions import (
@@ -41,6 +41,7 @@ from .plan import (
 )
 from .routing import destinations, route_as_json, route_problems
 from .subworkflows import Declared, Namespace, Role, flatten
+from .variables import of_document, recorded_workflow, task_variables, workflow_variables
 from .yaml_document import collector_paused
 
 __all__ = ["compile_workflow", "merge_inputs", "plan_as_json"]
@@ -96,15 +97,14 @@ def compile_workflow(
     document: LoadedDocument,
     *,
     inputs: Mapping[str, Any] | None = None,
-    variables: Mapping[str, Any] | None = None,
 ) -> Plan:
     """Compile a document. Raises `DocumentError` with every finding.
 
-    `inputs` are the run's inputs (a fan-out may take its items from them); `variables` are those of the
-    command line, which win over all variables of the document (contract 1.10).
+    `inputs` are the run's inputs (a fan-out may take its items from them). Variables come from what was captured
+    for the document.
     """
     with collector_paused():
-        return _Compiler(document, inputs, variables).compile()
+        return _Compiler(document, inputs).compile()
 
 
 @dataclass(slots=True)
@@ -120,6 +120,7 @@ class _Source:
     path: Path
     needs: tuple[str, ...]
     vars: dict[str, Any]
+    data_vars: tuple[str, ...] = ()
     needed: frozenset[str] = frozenset()
     role: Role = "task"
     namespace: Namespace | None = None
@@ -153,19 +154,17 @@ class _Node:
 
 
 class _Compiler:
-    def __init__(
-        self, document: LoadedDocument, inputs: Mapping[str, Any] | None, variables: Mapping[str, Any] | None
-    ) -> None:
+    def __init__(self, document: LoadedDocument, inputs: Mapping[str, Any] | None) -> None:
         self.document = document
         self.spec = document.model.spec
         self.workflow = document.workflow
-        self.given = dict(variables or {})
+        self.captured = of_document(document)
+        self.given = self.captured.given
         self.found: dict[tuple[Any, ...], Diagnostic] = {}
         self.schemas_seen: set[int] = set()
-        self._check_given(inputs, "inputs")
-        self._check_given(variables, "variables")
+        self._check_inputs(inputs)
         self.inputs = merge_inputs(self.spec.inputs, inputs)
-        self.vars = {**self.spec.vars, **self.given}
+        self.vars = workflow_variables(document)
         self.action_references: dict[tuple[str, Namespace | None], dict[str, frozenset[Ref]]] = {}
         self.static: dict[str, dict[str, Any]] = {}
         self.declared: list[Declared] = []
@@ -191,15 +190,12 @@ class _Compiler:
     def unsupported(self, feature: str, path: Sequence[str | int], help: str | None = None) -> None:
         self.report("unsupported_capability", f"{feature} is not supported by this version", path, help=help, key=True)
 
-    def _check_given(self, values: Mapping[str, Any] | None, what: str) -> None:
+    @staticmethod
+    def _check_inputs(values: Mapping[str, Any] | None) -> None:
         try:
             check_value(dict(values or {}))
         except JsonError as error:
-            raise DocumentError([Diagnostic("schema_violation", f"{what}: {error.message}")]) from None
-        if what == "variables":
-            for name in sorted(RESERVED_VARIABLES.intersection(values or {})):
-                message = f"the variable name {name} is reserved for expansion"
-                raise DocumentError([Diagnostic("schema_violation", message)])
+            raise DocumentError([Diagnostic("schema_violation", f"inputs: {error.message}")]) from None
 
     # ---------------------------------------------------------------------- phases
 
@@ -228,16 +224,16 @@ class _Compiler:
     def source(self, index: int, item: Declared) -> _Source:
         """The declared task with its expansion. Findings here belong to phase 2."""
         task, path = item.task, item.path
-        own = task.vars
-        if self.given and not self.given.keys().isdisjoint(own):
-            own = {name: value for name, value in own.items() if name not in self.given}
+        own, data = task_variables(self.document, self.captured, path, task)
         needs = tuple(dict.fromkeys(task.needs)) if len(task.needs) > 1 else tuple(task.needs)
-        source = _Source(index, task, path, needs, own, frozenset(needs), item.role, item.namespace, item.workflow)
+        source = _Source(
+            index, task, path, needs, own, data, frozenset(needs), item.role, item.namespace, item.workflow
+        )
         if item.role == "subworkflow_input":
             self.static[task.id] = self.known_inputs(task.with_)
         if task.foreach is None and task.matrix is None and task.loop is None:
             return source
-        plain = {name: value for name, value in own.items() if not has_template(value)}
+        plain = {name: value for name, value in own.items() if name in data or not has_template(value)}
         scope = Scope(inputs=self.inputs, vars={**self.vars, **plain}, tasks=self.static)
         try:
             if task.foreach is not None:
@@ -252,7 +248,7 @@ class _Compiler:
             return source
         assert source.fanout is not None
         for name in source.fanout.names:
-            if name in task.vars or name in self.given:
+            if name in own or name in self.given or name in task.vars:
                 place = (*path, "vars", name) if name in task.vars else (*path, source.fanout.kind)
                 self.report(
                     "schema_violation",
@@ -327,13 +323,8 @@ class _Compiler:
         spec = self.spec
         if spec.packs:
             self.unsupported("packs", ("spec", "packs"))
-        if spec.vars_files:
-            self.unsupported("varsFiles", ("spec", "varsFiles"), "write the variables into vars")
         if spec.compensation.on_failure == "automatic":
             self.unsupported("automatic compensation", ("spec", "compensation", "onFailure"))
-        for name, agent in spec.agents.items():
-            if agent.vars_files:
-                self.unsupported("varsFiles", ("spec", "agents", name, "varsFiles"), "write the variables into vars")
 
     def check_budgets(self, sources: list[_Source]) -> None:
         """What is known before anything runs must fit; equal is fine (contract 2.10)."""
@@ -415,11 +406,12 @@ class _Compiler:
             return
         if task.compensate is not None:
             self.unsupported("compensate", (*path, "compensate"))
-        if task.vars_files:
-            self.unsupported("varsFiles", (*path, "varsFiles"), "write the variables into vars")
         self.check_schema(task.output_schema, (*path, "outputSchema"))
 
-        references = set(self.references(source.vars, (*path, "vars"), source, ids))
+        rendered = source.vars
+        if source.data_vars:
+            rendered = {name: value for name, value in rendered.items() if name not in source.data_vars}
+        references = set(self.references(rendered, (*path, "vars"), source, ids))
         if source.fanout is not None:
             for place, items in source.fanout.templates:
                 references |= self.references(items, (*path, *place), source, ids)
@@ -826,10 +818,9 @@ class _Compiler:
         after = self.memory_after(ordered, by_id)
         tasks = {node.id: self.compiled(node, after[node.position]) for node in ordered}
         workflow = self.workflow
-        if self.given:
-            workflow = {**workflow, "spec": {**workflow["spec"], "vars": self.vars}}
         if any(item.role != "task" for item in self.declared):
             workflow = {**workflow, "spec": {**workflow["spec"], "tasks": [_flat(item) for item in self.declared]}}
+        workflow = recorded_workflow(workflow, self.document)
         spec = workflow["spec"]
         used = sorted({node.source.action_name for node in ordered} - {""})
         kinds = sorted({node.source.action_kind for node in ordered if node.source.action_kind is not None})
@@ -901,7 +892,7 @@ class _Compiler:
             after,
             task.when if source.guard is None else source.guard,
             variables,
-            fanout.data_names if fanout is not None else (),
+            (*source.data_vars, *fanout.data_names) if fanout is not None else source.data_vars,
             source.input,
             source.retry,
             source.timeout_seconds,
@@ -917,11 +908,14 @@ class _Compiler:
         loop = node.source.task.loop
         assert loop is not None
         bindings = {"loopIndex": loop.max_iterations, "loopPrevious": output_of(node.needs[-1])}
-        return {
+        last: dict[str, Any] = {
             "maxIterations": loop.max_iterations,
             "vars": {**node.source.vars, **bindings},
             "while": node.source.guard,
         }
+        if node.source.data_vars:
+            last["dataVars"] = list(node.source.data_vars)
+        return last
 
 
 # ---------------------------------------------------------------------- helpers

@@ -16,7 +16,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import UnionType
-from typing import Annotated, Any, Literal, Self, TypeAlias
+from typing import TYPE_CHECKING, Annotated, Any, Literal, Self, TypeAlias
 
 from pydantic import (
     AfterValidator,
@@ -33,6 +33,9 @@ from pydantic_core import ErrorDetails, PydanticCustomError
 from .diagnostics import Diagnostic, DocumentError, did_you_mean
 from .expressions import has_template
 from .yaml_document import YamlDocument, collector_paused, read_document
+
+if TYPE_CHECKING:
+    from .variables import Captured
 
 API_VERSION = "agentctl.dev/v1"
 OLD_API_VERSION = "agentctl.dev/v1alpha1"
@@ -147,6 +150,8 @@ class SecretProcess(Part):
 
 class SecretReference(Part):
     """Where a secret comes from; never the secret itself. Exactly one field."""
+
+    model_config = ConfigDict(json_schema_extra={"minProperties": 1, "maxProperties": 1})
 
     env: Annotated[str, Field(pattern=r"^[A-Za-z_][A-Za-z0-9_]*$")] | None = Field(
         default=None, description="Name of an environment variable."
@@ -280,7 +285,11 @@ _EXTENSION_FIELDS = ("protocol_version", "input_schema", "output_schema", "capab
 class Action(Part):
     """Something a task can do, without a model."""
 
-    kind: ActionKind = Field(description="What the action does.")
+    kind: ActionKind = Field(
+        description="What the action does. builtin.assign gives back its input; builtin.assert fails unless `that` is "
+        "true; builtin.read and builtin.write take a `path`, the latter also the `content`; builtin.shell.exec starts "
+        "a program; builtin.memory.read and builtin.memory.write take a `key` of working memory, the latter a `value`."
+    )
     description: str | None = Field(default=None, description="For people.")
     with_: JsonMap = Field(
         default_factory=dict, alias="with", description="Defaults of the task input; a task wins key by key."
@@ -490,9 +499,11 @@ class Task(Part):
     id: Annotated[str, Field(pattern=r"^[A-Za-z][A-Za-z0-9_-]*$", max_length=200)] = Field(
         description="Unique name: a letter, then letters, digits, _ and -."
     )
-    uses: Annotated[str, AfterValidator(_uses)] = Field(
-        description="What runs: action:NAME, agent:NAME, workflow:NAME or router."
-    )
+    uses: Annotated[
+        str,
+        AfterValidator(_uses),
+        WithJsonSchema({"type": "string", "pattern": "^(router|(action|agent|workflow):.+)$"}),
+    ] = Field(description="What runs: action:NAME, agent:NAME, workflow:NAME or router.")
     needs: list[Text] = Field(default_factory=list, description="Tasks that must have ended before.")
     foreach: Foreach | None = Field(default=None, description="One child for each item of a list.")
     matrix: Matrix | None = Field(default=None, description="One child for each combination of axis values.")
@@ -502,10 +513,21 @@ class Task(Part):
         default=None,
         description="Working-memory keys that the task may write; needed where its key is a template.",
     )
-    when: str | None = Field(default=None, description="Condition; the task is skipped when it is false.")
+    when: str | None = Field(
+        default=None,
+        description='Condition such as inputs.stage == "test"; the task is skipped when it is false. '
+        "A task whose output it reads stands in needs.",
+    )
     vars: Variables = Field(default_factory=dict, description="Variables of this task; templates are rendered once.")
-    vars_files: list[Text] = Field(default_factory=list, description="Files with variables.")
-    with_: JsonMap = Field(default_factory=dict, alias="with", description="Input; templates are rendered.")
+    vars_files: list[Text] = Field(
+        default_factory=list, description="Files with variables of this task, the later one wins; data."
+    )
+    with_: JsonMap = Field(
+        default_factory=dict,
+        alias="with",
+        description="Input; templates such as ${{ inputs.NAME }}, ${{ vars.NAME }} and ${{ tasks.ID.output.KEY }} are "
+        "rendered. It wins over the `with` of the action, key by key. For builtin.shell.exec: args, stdin, env, cwd.",
+    )
     retry: Retry = Field(default_factory=Retry, description="Retry policy.")
     timeout_seconds: Seconds | None = Field(
         default=None,
@@ -814,8 +836,8 @@ class LoadedDocument:
     """A document that passed the model.
 
     `workflow` is its JSON with every default filled in (what the workflow digest is taken over), `source`
-    gives places in the file, `base_dir` is the folder that relative paths start from. Nobody changes any
-    of it.
+    gives places in the file, `base_dir` is the folder that relative paths start from, `variables` is what was
+    captured for it (None: nobody has looked yet). Nobody changes any of it.
     """
 
     file: str
@@ -824,6 +846,7 @@ class LoadedDocument:
     workflow: dict[str, Any]
     source: YamlDocument
     warnings: list[Diagnostic] = field(default_factory=list)
+    variables: Captured | None = None
 
 
 def load_workflow(path: Path) -> LoadedDocument:
@@ -852,6 +875,12 @@ def document_from_source(source: YamlDocument, *, base_dir: Path) -> LoadedDocum
 def document_schema() -> dict[str, Any]:
     """JSON Schema (Draft 2020-12) of a workflow document, for editors."""
     schema = Workflow.model_json_schema(by_alias=True)
+    parts = schema["$defs"]
+    for part in (schema, *parts.values()):
+        for rule in part.get("properties", {}).values():
+            # Left out by the generator where it is that of the model as well; not every editor follows the reference.
+            if "$ref" in rule and "description" not in rule:
+                rule["description"] = parts[rule["$ref"].rpartition("/")[2]]["description"]
     return {"$schema": "https://json-schema.org/draft/2020-12/schema", "title": "agentctl workflow", **schema}
 
 
@@ -860,6 +889,13 @@ def _check_version(source: YamlDocument) -> tuple[dict[str, Any], list[Diagnosti
     if not isinstance(value, dict):
         raise DocumentError([source.diagnostic("schema_violation", "a workflow is a mapping", ())])
     if "apiVersion" not in value:
+        if "playbook" in value:
+            message = (
+                "this is a playbook of an old format: it has `playbook` and no apiVersion; "
+                "such documents are not translated"
+            )
+            hint = f"write it anew with apiVersion: {API_VERSION}; `agentctl init` makes a file to start from"
+            raise DocumentError([source.diagnostic("migration_required", message, ("playbook",), key=True, help=hint)])
         line, column = source.locate(())
         raise DocumentError(
             [Diagnostic("migration_required", "the document has no apiVersion", file=source.file, line=line,
@@ -917,7 +953,6 @@ def _diagnostic(source: YamlDocument, error: ErrorDetails) -> Diagnostic:
         path = (*path, *context["at"])
         code, help_text = context["code"], context["help"]
         message = context["message"]
-        owners = _models_along(path)
     elif kind == "extra_forbidden":
         message = f"unknown field {name!r}"
         known = [item.alias or key for key, item in owners[-1].model_fields.items()] if owners else []

@@ -89,7 +89,7 @@ class CompiledTask:
     * `route_guards`: (router, destination) pairs; the task is skipped unless each router that succeeded
       has chosen the destination, which is the task itself or what it was expanded from.
     * `route`: of a router, its `cases` and `default`; what it selects by is `input["select"]`.
-    * `loop`: of a loop aggregate, its `while`, `maxIterations` and the `vars` of the last decision.
+    * `loop`: of a loop aggregate, its `while` and `maxIterations`, and of the last decision the `vars` and `dataVars`.
     """
 
     id: str

@@ -22,6 +22,7 @@ from agentctl.store.errors import TaskFault
 from agentctl.store.records import Batch, Event, FinishedAttempt, HeldAttempt, NewAttempt, Run
 from agentctl.store.states import TASK_FINAL, may_repeat
 
+from .check_mode import CheckMode, not_executed_text
 from .expressions import Scope, compile_condition, compile_vars
 from .plan import CompiledTask, RetryPolicy
 from .plan_index import PlanIndex
@@ -102,6 +103,7 @@ class Scheduler:
         self._short: dict[int, int] = {}
         # What has finished holds its place until its batch: with it, something in the run still moves.
         self._in_flight = {a.position for a in snapshot.live if a.state != "waiting" and a.hold is None}
+        self._check = CheckMode(index, self.state, self.output_value) if run.mode == "check" else None
         self._left = [0] * len(self.state)
         self._open = 0
         for position, state in enumerate(self.state):
@@ -241,6 +243,10 @@ class Scheduler:
                 self._fail(position, fault.as_json(), batch, origin)
             return
         error = loads(done.error_json) if done.error_json else {"code": "failed", "message": "failed"}
+        if self._check is not None and done.outcome == "failed" and not self._check.is_certain(position, error):
+            batch.closed.append(done.attempt_id)
+            self._leave_out(position, batch, origin, reason=str(error.get("message")))
+            return
         if error.get("code") == "budget_exceeded" and self.stopping is None:
             # A denial stops the run whatever the task declares (contract table, row 7).
             self.stopping = "budget_exceeded"
@@ -276,7 +282,7 @@ class Scheduler:
     def _succeed(self, position: int, text: str, batch: Batch, kind: str | None, origin: str) -> None:
         """Check the contract of an output and take over what it writes to memory. Raises `TaskFault`."""
         task = self.index.tasks[position]
-        check = self.index.contract(position)
+        check = self.index.contract(position) if self._check is None else None
         delta: str | None = None
         if check is not None or kind == "builtin.memory.write":
             value = loads(text)
@@ -284,7 +290,7 @@ class Scheduler:
                 problem = check(value)
                 if problem is not None:
                     raise TaskFault("output_contract", f"the output does not fit outputSchema: {problem}")
-            if kind == "builtin.memory.write":
+            if kind == "builtin.memory.write" and (self._check is None or "key" in value):
                 if not isinstance(value, dict) or not {"key", "after"} <= value.keys():
                     raise TaskFault("output_contract", "the output of a memory write has `key` and `after`")
                 key = value["key"]
@@ -298,6 +304,12 @@ class Scheduler:
                 positions.insert(place, position)
                 values.insert(place, written)
         self._final(position, "succeeded", text, None, batch, origin, delta=delta)
+        if self._check is not None and kind == "builtin.write":
+            self._check.wrote(position)
+
+    def _leave_out(self, position: int, batch: Batch, origin: str, decision: str | None = None, **why: Any) -> None:
+        """End a task of a run in check mode that cannot be foreseen."""
+        self._final(position, "succeeded", not_executed_text(**why), None, batch, origin, decision=decision)
 
     def _fail(self, position: int, error: dict[str, Any], batch: Batch, origin: str) -> None:
         self._final(position, "failed", None, error, batch, origin)
@@ -420,7 +432,8 @@ class Scheduler:
             place = self.index.place[router]
             if self.state[place] == "succeeded":
                 output = self.output_value(place)
-                if destination not in output["destinations"]:
+                # Without destinations, in check mode, it is not known which one would be chosen.
+                if destination not in output.get("destinations", (destination,)):
                     return canonical(not_selected(router, output))
         return None
 
@@ -433,6 +446,9 @@ class Scheduler:
         origin = self.state[position]
         decision: str | None = None
         try:
+            if self._check is not None and (blocked := self._check.blocked_guard(position)):
+                self._leave_out(position, batch, origin, blocked=blocked)
+                return
             snapshot = self._snapshot(position)
             memory_values = {key: loads(text) for key, text in snapshot.items()} if snapshot else _EMPTY
             scope = Scope(inputs=self.inputs, vars=_EMPTY, memory=memory_values, tasks=self._outputs)
@@ -448,6 +464,9 @@ class Scheduler:
                     text = canonical({"condition": record, "reason": "when condition was false"})
                     self._final(position, "skipped", text, None, batch, origin, decision=decision)
                     return
+            if self._check is not None and (blocked := self._check.blocked_input(position)):
+                self._leave_out(position, batch, origin, decision, blocked=blocked)
+                return
             digest: str | None = None
             if task.uses_kind == "aggregate":
                 text = self._aggregate(position)
@@ -465,7 +484,9 @@ class Scheduler:
                     return
                 text = self._evaluate(task, rendered, rendered_text, memory_values)
             self.attempt[position] += 1
-            check = self.index.contract(position)
+            # A check run holds inputs to their contract, not outputs (contract 3, check mode).
+            held = self._check is None or task.uses_kind == "subworkflow_input"
+            check = self.index.contract(position) if held else None
             if check is not None:
                 problem = check(loads(text))
                 if problem is not None:
@@ -473,6 +494,9 @@ class Scheduler:
                     raise TaskFault("output_contract", f"{what}: {problem}")
             self._final(position, "succeeded", text, None, batch, origin, input_digest=digest, decision=decision)
         except TaskFault as fault:
+            if self._check is not None and not self._check.is_certain(position, fault.as_json()):
+                self._leave_out(position, batch, origin, decision, reason=fault.message)
+                return
             self._final(position, "failed", None, fault.as_json(), batch, origin, decision=decision)
             if task.failure == "stop" and self.stopping is None:
                 self.stopping = "task_failed"
@@ -493,6 +517,9 @@ class Scheduler:
             key = rendered.get("key")
             if isinstance(key, str) and key in snapshot:
                 memory = f',"memory":{{{canonical(key)}:{snapshot[key]}}}'
+        if self._check is not None and task.action_kind in ("builtin.read", "builtin.write"):
+            foreseen = self._check.foreseen_text(position, rendered.get("path"))
+            memory = "" if foreseen is None else f',"foreseen":{canonical(foreseen)}'
         input_json = f'{{"action":{canonical(task.uses_name)},"input":{rendered_text}{memory}}}'
         number = self.attempt[position] + 1
         origin = self.state[position]
@@ -519,7 +546,7 @@ class Scheduler:
         loop, iterations = self.index.tasks[position].loop, self.index.needs[position]
         if loop is None or self.state[iterations[-1]] != "succeeded":
             return None
-        own = compile_vars(loop["vars"])(scope)
+        own = compile_vars(loop["vars"], loop.get("dataVars", ()))(scope)
         condition = compile_condition(loop["while"])
         scope.vars = {**self.index.plan.vars, **own}
         needs = (*self.index.needs[iterations[0]], iterations[-1])
@@ -662,6 +689,8 @@ class Scheduler:
             scope = Scope(
                 inputs=self.inputs, vars=self.index.plan.vars, memory=_FinalMemory(self._memory), tasks=self._outputs
             )
+            if self._check is not None:
+                return canonical(self._check.run_output(self.index.plan.outputs, scope))
             return canonical(self.index.outputs(scope))
         missing = [p for p, digest in enumerate(self.digest) if digest is not None and p not in self._text]
         if missing:

@@ -14,6 +14,7 @@ from agentctl.store.faults import Faults
 from agentctl.store.records import NewRun
 
 from .plan import Plan
+from .variables import recorded_workflow
 
 if TYPE_CHECKING:
     from .definition import LoadedDocument
@@ -61,29 +62,36 @@ def submit(
     base_path: Path,
     actor: str,
     interactive: bool = False,
+    check: bool = False,
+    show_diff: bool | None = None,
     faults: Faults | None = None,
 ) -> Submission:
     """Create the run of a plan, in one durable transaction.
 
     `inputs` are the merged inputs; `interactive` says that a person is there, so that `policy.nonInteractive` does
-    not apply. Raises `ConflictError` when the idempotency key belongs to other content.
+    not apply. With `check` nothing outside is changed (contract 3, check mode). `show_diff` says whether writes record
+    a diff, instead of `spec.output.showDiff`. Raises `ConflictError` when the idempotency key belongs to other content.
     """
     inputs_json = canonical(inputs)
     settings = {
         "actions": plan.actions,
         "policy": plan.policy,
-        "showDiff": plan.show_diff,
+        "showDiff": plan.show_diff if show_diff is None else show_diff,
         "interactive": interactive,
     }
+    content = f"{plan.plan_digest}\n{inputs_json}\n{base_path}"
+    if check:
+        settings["check"] = True
+        content += "\ncheck"
     new = NewRun(
         run_id=ids.new_id("run"),
         trace_id=ids.new_id("trace"),
-        mode="execute",
+        mode="check" if check else "execute",
         workflow_name=plan.workflow_name,
         workflow_digest=plan.workflow_digest,
         plan_digest=plan.plan_digest,
-        submission_digest=hex_digest(f"{plan.plan_digest}\n{inputs_json}\n{base_path}"),
-        workflow_json=canonical(document.workflow),
+        submission_digest=hex_digest(content),
+        workflow_json=canonical(recorded_workflow(document.workflow, document)),
         plan_json="".join(plan.canonical_chunks()),
         inputs_json=inputs_json,
         settings_json=canonical(settings),

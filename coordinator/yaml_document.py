@@ -128,7 +128,7 @@ class YamlDocument:
 def read_document(path: Path, *, name: str | None = None) -> YamlDocument:
     """Read a file. `name` is what messages call it (the path as given, otherwise). Raises `DocumentError`."""
     file = name if name is not None else str(path)
-    return parse_document(_read_bytes(path, file), file, as_json=str(path).lower().endswith(".json"))
+    return parse_document(read_bytes(path, file), file, as_json=str(path).lower().endswith(".json"))
 
 
 def parse_document(data: bytes, file: str, *, as_json: bool = False) -> YamlDocument:
@@ -172,7 +172,8 @@ def collector_paused() -> Iterator[None]:
             gc.enable()
 
 
-def _read_bytes(path: Path, file: str) -> bytes:
+def read_bytes(path: Path, file: str) -> bytes:
+    """The bytes of a regular file within the size limit; `file` is its name in messages. Raises `DocumentError`."""
     try:
         # O_NONBLOCK: opening a FIFO that nobody writes would wait for ever.
         descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC | os.O_NOCTTY)

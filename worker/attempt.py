@@ -75,6 +75,7 @@ class _RunSettings:
     base_path: str
     workspace: str
     interactive: bool
+    check: bool
 
 
 class AttemptRunner:
@@ -141,6 +142,8 @@ class AttemptRunner:
         )
         if decision.denied:
             raise TaskFault("policy_denied", decision.reason)
+        if settings.check and (decision.needs_approval or plan.effect_class not in _HARMLESS):
+            return Done(plan.foreseen or _not_executed(plan, decision.reason if decision.needs_approval else None))
         return plan, decision.reason if decision.needs_approval else None
 
     def _recorded_before(self, claim: Claim) -> dict[str, Any] | None:
@@ -166,6 +169,7 @@ class AttemptRunner:
             policy=settings.policy,
             show_diff=settings.show_diff,
             recorded=recorded,
+            foreseen=content.get("foreseen"),
             workspace=settings.workspace,
         )
 
@@ -183,6 +187,7 @@ class AttemptRunner:
                 base_path,
                 workspace,
                 bool(data.get("interactive", False)),
+                bool(data.get("check", False)),
             )
             self._known[run_id] = settings
             if len(self._known) > KNOWN_RUNS:
@@ -279,6 +284,22 @@ def _recorded(request: EffectRequest, answer: RecordedEffect) -> Ending:
 
 
 _CANCELLED = '{"code":"effect_cancelled","message":"the effect was cancelled","retryable":false}'
+
+
+_HARMLESS = frozenset({"pure", "observe", "internal_state"})
+"""Effect classes that a run in check mode carries out: they change nothing outside of the run."""
+
+
+def _not_executed(plan: EffectPlan, approval: str | None) -> dict[str, Any]:
+    """The output, in check mode, of an effect whose result only its execution can tell."""
+    return {
+        "status": "requires_execution",
+        "changed": False,
+        "predictability": "requires_execution",
+        "operation": plan.operation,
+        "expectedEffect": plan.expected_effect,
+        "approval": approval,
+    }
 
 
 def _ask(plan: EffectPlan, why: str) -> ApprovalAsk:

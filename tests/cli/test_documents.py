@@ -31,7 +31,7 @@ def test_check_looks_at_every_file_and_remembers_the_wrong_one(cli: Any) -> None
     cli.write("bad.yaml", "apiVersion: agentctl.dev/v1\nkind: Nothing\n")
     result = cli("check", "bad.yaml", "hello.yaml", "absent.yaml")
     assert result.code == 2
-    assert result.out == "hello.yaml: ok, workflow hello, 1 task\n"
+    assert result.out == "hello.yaml: ok, workflow hello, 1 task\n3 files, 2 of them wrong\n"
     assert "bad.yaml:2:" in result.err
     assert "absent.yaml" in result.err
     lines = cli("check", "bad.yaml", "hello.yaml", "--output", "json")

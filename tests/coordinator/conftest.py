@@ -10,6 +10,7 @@ import pytest
 from agentctl.coordinator.compiler import compile_workflow
 from agentctl.coordinator.definition import LoadedDocument, document_from_source
 from agentctl.coordinator.plan import Plan
+from agentctl.coordinator.variables import capture
 from agentctl.coordinator.yaml_document import parse_document
 
 HEAD = "apiVersion: agentctl.dev/v1\nkind: Workflow\nmetadata: {name: demo}\nspec:\n"
@@ -22,8 +23,9 @@ def load_text(text: str) -> LoadedDocument:
     return document_from_source(parse_document(text.encode(), "flow.yaml"), base_dir=Path("/base"))
 
 
-def build_spec(spec: str, **options: Any) -> Plan:
-    return compile_workflow(load_text(HEAD + spec), **options)
+def build_spec(spec: str, *, variables: dict[str, Any] | None = None, **options: Any) -> Plan:
+    document = load_text(HEAD + spec)
+    return compile_workflow(capture(document, pairs=variables) if variables else document, **options)
 
 
 @pytest.fixture(scope="session")

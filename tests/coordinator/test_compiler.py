@@ -454,9 +454,14 @@ def test_editor_schema_accepts_what_the_models_accept() -> None:
     assert validator.is_valid(value)
     value["spec"]["tasks"][0]["wiht"] = {}
     assert not validator.is_valid(value)
-    for name, part in schema["$defs"].items():
+    for name, part in {"": schema, **schema["$defs"]}.items():
+        assert part["description"], f"{name} has no description"
         for field, rule in part.get("properties", {}).items():
-            assert rule.get("description") or "$ref" in rule, f"{name}.{field} has no description"
+            assert rule["description"], f"{name}.{field} has no description"
+    for secret, good in (({"env": "A"}, True), ({}, False), ({"env": "A", "file": "b"}, False)):
+        value["spec"]["tasks"][0].pop("wiht", None)
+        value["spec"]["providers"] = {"p": {"kind": "fake", "credential": secret}}
+        assert validator.is_valid(value) is good
 
 
 # ------------------------------------------------------------------------------------------- robustness

@@ -42,6 +42,7 @@ def first_finding(load: Callable[[str], Any], marked: str) -> tuple[Diagnostic, 
 
 ENVELOPES = [
     ("migration_required", "apiVersion", "§kind: Workflow\nspec: {}\n"),
+    ("migration_required", "playbook", "§playbook: old\nmodules: {}\ntasks: []\n"),
     ("unsupported_version", "apiVersion", "apiVersion: §agentctl.dev/v2\nkind: Workflow\n"),
     ("unsupported_version", "apiVersion", "apiVersion: §1\nkind: Workflow\n"),
     ("schema_violation", None, "§- a\n- b\n"),
@@ -142,8 +143,6 @@ SPECS = [
     ("invalid_template", "spec.tasks[1].foreach.items[0]", "tasks: [{id: a, uses: action:set}, {id: b, uses: action:set, foreach: {items: [§'${{ tasks.a.output }}']}}]"),
     # features that are not there
     ("unsupported_capability", "spec.packs", "§packs: [{name: p, version: '1'}]\n  tasks: [{id: a, uses: action:set}]"),
-    ("unsupported_capability", "spec.varsFiles", "§varsFiles: [a.yaml]\n  tasks: [{id: a, uses: action:set}]"),
-    ("unsupported_capability", "spec.tasks[0].varsFiles", "tasks: [{id: a, uses: action:set, §varsFiles: [a.yaml]}]"),
     ("schema_violation", "spec.runtime.budgets.maxTasks", "runtime: {budgets: {maxTasks: §2}}\n  tasks: [{id: a, uses: action:set, foreach: {items: [1, 2]}}]"),
     ("schema_violation", "spec.runtime.budgets.maxExpansionItems", "runtime: {budgets: {maxExpansionItems: §1}}\n  tasks: [{id: a, uses: action:set, foreach: {items: [1, 2]}}]"),
     ("unsupported_capability", "spec.compensation.onFailure", "compensation: {§onFailure: automatic}\n  tasks: [{id: a, uses: action:set}]"),

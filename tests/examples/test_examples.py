@@ -153,6 +153,50 @@ def _budget(field: Field, run: Callable[..., Any]) -> None:
     assert found["budget"]["usage"]["processOutputBytes"] == found["budget"]["limits"]["processOutputBytes"] == 20
 
 
+def _vars(field: Field, run: Callable[..., Any]) -> None:
+    labels = {"team": "core", "tier": "basic"}
+    first = run()
+    assert first["deployment"] == {"service": "web", "region": "us", "replicas": 1, "labels": labels}
+    assert first["canary"] == {"title": "canary of web", "replicas": 1}
+    file = ("--vars-file", "vars/production.yaml")
+    second = run(*file)
+    assert second["deployment"] == {"service": "web", "region": "us", "replicas": 3, "labels": {"tier": "gold"}}
+    assert second["canary"]["replicas"] == 3
+    assert run(*file, "--var", "replicas=5")["deployment"]["replicas"] == 5
+    origins = field.json("explain", "vars.yaml", *file).data
+    assert origins["variableOrigins"]["region"]["layer"] == "workflow vars"
+    assert origins["variableOrigins"]["region"]["overrides"][0]["file"] == "vars/defaults.yaml"
+    assert origins["effectiveOrigins"]["canary"]["replicas"]["file"] == "vars/production.yaml"
+    assert origins["effectiveOrigins"]["canary"]["title"]["layer"] == "task vars"
+
+
+def _check_diff(field: Field, run: Callable[..., Any]) -> None:
+    def check(*arguments: str) -> dict[str, Any]:
+        result = field.json("run", "check-diff.yaml", "--check", "--diff", *arguments)
+        assert (result.code, result.data["mode"]) == (0, "check")
+        return {task["taskId"]: task for task in result.data["tasks"]}
+
+    folder = field.folder / "build" / "check-diff"
+    new = check()
+    assert not folder.exists()
+    assert new["settings"]["diff"].splitlines()[2:] == [
+        "@@ -0,0 +1,3 @@", "+[server]", "+host = localhost", "+port = 8080",
+    ]  # fmt: skip
+    assert {name: task["result"] for name, task in new.items()} == {
+        "settings": "predicted",
+        "copy": "predicted",
+        "backup": "predicted",
+        "count": "requires_execution",
+        "note": "requires_execution",
+    }
+    assert run()["note"] == "3 build/check-diff/settings.bak\n"
+    assert [task["changed"] for task in check().values()] == [False, False, False, None, None]
+    changed = check("--input", "port=9090")
+    for name in ("settings", "backup"):
+        assert changed[name]["diff"].splitlines()[-2:] == ["-port = 8080", "+port = 9090"]
+    assert "8080" in (folder / "settings.ini").read_text()
+
+
 def _router(field: Field, run: Callable[..., Any]) -> None:
     first = run()
     assert (first["selected"], first["matched"], first["ship"]["output"]) == ("ship", True, {"result": "shipped"})
@@ -243,6 +287,8 @@ PROMISES: dict[str, Callable[[Field, Callable[..., Any]], None]] = {
     "archive.yaml": _archive,
     "approval.yaml": _approval,
     "budget.yaml": _budget,
+    "vars.yaml": _vars,
+    "check-diff.yaml": _check_diff,
     "router.yaml": _router,
     "parallel.yaml": _parallel,
     "loop.yaml": _loop,
@@ -255,7 +301,7 @@ PROMISES: dict[str, Callable[[Field, Callable[..., Any]], None]] = {
 
 
 def test_every_example_is_in_this_table() -> None:
-    assert {path.name for path in EXAMPLES.iterdir()} == set(PROMISES)
+    assert {path.name for path in EXAMPLES.glob("*.yaml")} == set(PROMISES)
 
 
 @pytest.mark.timeout(300)

@@ -106,6 +106,41 @@ def _sorted(value: Any) -> Any:
     return json.loads(json.dumps(value, sort_keys=True))
 
 
+NOT_VARIABLES = {
+    "surrogate": '{"v": "\\ud800"}',
+    "nan": '{"v": NaN}',
+    "too large": '{"v": 1e400}',
+    "too deep": '{"v": ' + "[" * 100 + "]" * 100 + "}",
+    "duplicate key": '{"v": {"a": 1, "a": 2}}',
+    "not utf-8": b'{"v": "\xff"}',
+}
+
+
+@pytest.mark.timeout(300)
+def test_variables_and_inputs_are_held_to_the_same_rules(field: Field) -> None:
+    """What a task could not give is not taken from a file or the command line; what it could comes back exactly."""
+    keep = {"kind": "builtin.assign"}
+    tasks = [{"id": "k", "uses": "action:keep", "with": {"v": "${{ vars.v }}", "i": "${{ inputs.i }}"}}]
+    document = field.workflow("kept", tasks, actions={"keep": keep})
+    for what, text in NOT_VARIABLES.items():
+        (field.folder / "v.json").write_bytes(text if isinstance(text, bytes) else text.encode())
+        for option in ("--vars-file", "--inputs-file"):
+            result = field.json("run", document, option, "v.json")
+            assert (result.code, result.error["code"]) == (2, "usage"), (what, option)
+    assert not field.database.exists()
+    for what, text in ACCEPTED.items():
+        (field.folder / "v.json").write_text(text if text.strip().startswith("{") else '{"v":' + text + "}")
+        value = json.loads((field.folder / "v.json").read_text())
+        wanted = _sorted(value)
+        given = ["--var", f"v={json.dumps(wanted)}", "--inputs", json.dumps({"i": wanted})]
+        output = field.json("run", document, *given).data["output"]["k"]["output"]
+        assert repr(output) == repr({"i": wanted, "v": wanted}), what
+        if "v" in wanted:
+            result = field.json("run", document, "--vars-file", "v.json", "--input", "i=0")
+            assert repr(result.data["output"]["k"]["output"]["v"]) == repr(wanted["v"]), what
+    field.check_clean_end()
+
+
 @pytest.mark.timeout(300)
 def test_names_that_are_not_utf_8_end_in_no_traceback(field: Field) -> None:
     """A document, an inputs file, a workspace and a database with the byte 0xFF in their names: used, or refused."""
@@ -122,8 +157,14 @@ def test_names_that_are_not_utf_8_end_in_no_traceback(field: Field) -> None:
         result = field("run", "small.yaml", option, value, "--output", "json")
         assert result.code in (0, 2, 5), result.err
         json.loads((result.out or result.err).splitlines()[-1])
-    result = field("run", "small.yaml", b"--input", b"x=\xff", "--output", "json")
-    assert (result.code, result.error["code"]) == (2, "usage")
+    for option, value in (("--input", b"x=\xff"), ("--var", b'x="\xff"'), ("--var", b"\xff=1")):
+        result = field("run", "small.yaml", option, value, "--output", "json")
+        assert (result.code, result.error["code"]) == (2, "usage")
+    Path(str(odd, "utf-8", "surrogateescape") + ".vars.yaml").write_bytes(b"x: 1\n")
+    for value in (b"odd\xff.vars.yaml", b"none\xff.yaml"):
+        result = field("explain", "small.yaml", "--vars-file", value, "--output", "json")
+        assert result.code == (2 if value.startswith(b"none") else 0), result.err
+        json.loads(result.out or result.err)
     # A name from a listing reaches the next task as text with a replacement, and all of its bytes beside it.
     (field.folder / "listed").mkdir()
     Path(str(bytes(field.folder) + b"/listed/a\xff", "utf-8", "surrogateescape")).touch()

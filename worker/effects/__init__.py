@@ -43,7 +43,8 @@ class Work:
     the keys that the task can read; a missing key is absent. `timeout_seconds` is the limit of the attempt.
     `base_path` is the folder that `policy.workspaceRoot` is relative to. `recorded` is the `expectedEffect`
     of an effect row that an earlier delivery of the same attempt requested, else None. `force_effect`: an
-    unchanged `builtin.write` is an effect, too (a compensation run, contract 3). `workspace` is the resolved
+    unchanged `builtin.write` is an effect, too (a compensation run, contract 3). `foreseen` is what the file would hold
+    by now according to earlier writes of a run in check mode, which were not carried out. `workspace` is the resolved
     workspace root if the caller knows it already (a worker resolves it once per run).
     """
 
@@ -59,6 +60,7 @@ class Work:
     show_diff: bool = False
     recorded: Mapping[str, Any] | None = None
     force_effect: bool = False
+    foreseen: str | None = None
     workspace: str | None = None
 
 
@@ -107,7 +109,7 @@ class EffectPlan:
 
     `input` is what is recorded and digested for the effect's identity (contract 3 and 5.1).
     `expected_effect` is recorded with the request and shown to who approves. `estimate` is reserved before
-    the start, in budget units.
+    the start, in budget units. `foreseen` is the output, if it is known without carrying the effect out.
     """
 
     operation: str
@@ -119,6 +121,7 @@ class EffectPlan:
     expected_effect: dict[str, Any]
     estimate: dict[str, int]
     execute: Callable[[EffectContext], EffectOutcome]
+    foreseen: dict[str, Any] | None = None
 
 
 @record

@@ -35,11 +35,13 @@ _FOLDER_FLAGS: Final = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC | os.O_NOFOLL
 # -- read ------------------------------------------------------------------------------------------
 
 
-def prepare_read(work: Work) -> EffectPlan:
+def prepare_read(work: Work) -> EffectPlan | Done:
     """`builtin.read`: `path` under the workspace; output `{status, changed, content}`."""
     path = path_field(work.input, "path")
     workspace = workspace_of(work)
     resolved = resolve_readable(path, workspace)
+    if work.foreseen is not None:
+        return Done({"status": "unchanged", "changed": False, "content": work.foreseen, "foreseen": True})
     _require_regular(path, resolved)
     return EffectPlan(
         operation="builtin.read",
@@ -150,7 +152,7 @@ def prepare_write(work: Work) -> EffectPlan | Done:
     workspace = workspace_of(work)
     roots = [os.path.realpath(os.path.join(workspace, root)) for root in work.policy.writable_roots]
     _, resolved = _resolve_writable(path, workspace, roots)
-    expected = dict(work.recorded) if work.recorded is not None else _foresee(path, resolved, content, work.show_diff)
+    expected = dict(work.recorded) if work.recorded is not None else _foresee(path, resolved, content, work)
     output = _write_output(path, content, expected)
     if work.recorded is None and not output["changed"] and not work.force_effect:
         return Done(output)
@@ -165,6 +167,7 @@ def prepare_write(work: Work) -> EffectPlan | Done:
         estimate={},
         # The roots as they are now: one that is swapped for a link later leads nowhere else.
         execute=partial(_write, path, data, workspace, roots, output),
+        foreseen=output,
     )
 
 
@@ -180,13 +183,13 @@ def _resolve_writable(path: str, workspace: str, roots: list[str]) -> tuple[str,
     return root, resolved
 
 
-def _foresee(path: str, resolved: str, content: str, show_diff: bool) -> dict[str, Any]:
-    before: str | None = None
-    if os.path.lexists(resolved):
+def _foresee(path: str, resolved: str, content: str, work: Work) -> dict[str, Any]:
+    before = work.foreseen
+    if before is None and os.path.lexists(resolved):
         _require_regular(path, resolved)
         before = read_text(path, resolved)
     changed = before != content
-    diff = unified_diff(path, before, content) if show_diff and changed else None
+    diff = unified_diff(path, before, content) if work.show_diff and changed else None
     return {"path": path, "before": before, "changed": changed, "diff": diff}
 
 

@@ -45,6 +45,7 @@ def prepare_memory_write(work: Work) -> EffectPlan:
         expected_effect={"key": key, "changed": changed},
         estimate={},
         execute=partial(_finish, output),
+        foreseen=output,
     )
 
 

@@ -1,0 +1,166 @@
+"""The result of a run in check mode: for each task what was executed, what is only foreseen, and what nobody can know.
+
+Programs get a RunOutcome that has `mode` and `tasks` besides. People get a table, and the diffs if they were asked for.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import TYPE_CHECKING, Any
+
+from agentctl.store.canonical import loads
+
+from .render import Printer, clean
+
+if TYPE_CHECKING:
+    from agentctl.coordinator.plan import CompiledTask, Plan
+    from agentctl.store.engine import Store
+
+BATCH = 500
+SHOWN_ROWS = 200
+"""Most tasks that people are shown; programs get all."""
+
+_WORDS = {
+    "executed": "executed",
+    "predicted": "predicted",
+    "requires_execution": "needs execution",
+    "skipped": "skipped",
+    "failed": "would fail",
+    "not_reached": "not reached",
+}
+
+
+def print_foreseen(printer: Printer, store: Store, run_id: str, outcome: dict[str, Any]) -> None:
+    """The outcome of a run in check mode on stdout."""
+    rows = foreseen_tasks(store, run_id)
+    data = {**outcome, "mode": "check", "tasks": rows}
+    printer.result("RunOutcome", data, lambda out: _for_people(out, run_id, outcome, rows))
+
+
+def foreseen_tasks(store: Store, run_id: str) -> list[dict[str, Any]]:
+    """One object for each compiled task, in compiled order."""
+    from agentctl.coordinator.plan import Plan
+
+    plan = Plan.from_json(loads(store.run_documents(run_id).plan_json))
+    snapshot = store.snapshot(run_id)
+    tasks = list(plan.tasks.values())
+    rows: list[dict[str, Any]] = []
+    results: dict[str, str] = {}
+    for start in range(0, len(tasks), BATCH):
+        some = tasks[start : start + BATCH]
+        found = store.task_outputs(snapshot.run, [task.position for task in some])
+        for task in some:
+            output, error = found.get(task.position, (None, None))
+            row = _row(plan, task, snapshot.tasks[task.position].state, output, error)
+            if task.uses_kind != "action" and row["result"] == "executed":
+                # What gathers the outputs of others is known only as far as they are.
+                unknown = [need for need in task.needs if results.get(need) == "requires_execution"]
+                if unknown:
+                    row.update(result="requires_execution", changed=None, dependsOn=unknown)
+            results[task.id] = row["result"]
+            rows.append(row)
+    return rows
+
+
+def _row(plan: Plan, task: CompiledTask, state: str, output_json: str | None, error_json: str | None) -> dict[str, Any]:
+    output = loads(output_json) if output_json is not None else {}
+    error = loads(error_json) if error_json is not None else None
+    if not isinstance(output, dict):
+        output = {}
+    kind = task.action_kind or task.uses_kind
+    how = _how(kind, state, output)
+    known = how in ("executed", "predicted")
+    return {
+        "taskId": task.id,
+        "kind": kind,
+        "state": state,
+        "result": how,
+        "predictability": task.predictability,
+        "changed": output.get("changed") if known else (None if how == "requires_execution" else False),
+        "path": output.get("path") if kind == "builtin.write" else None,
+        "diff": output.get("diff") if kind == "builtin.write" else None,
+        "approval": _asks(plan, task, how, output),
+        "expectedEffect": output.get("expectedEffect"),
+        "dependsOn": output.get("dependsOn", []),
+        "reason": _reason(how, output, error),
+    }
+
+
+def _how(kind: str, state: str, output: dict[str, Any]) -> str:
+    if state != "succeeded":
+        return state if state in ("skipped", "failed") else "not_reached"
+    if output.get("status") == "requires_execution" and output.get("predictability") == "requires_execution":
+        return "requires_execution"
+    if kind == "builtin.write" or (kind == "builtin.read" and output.get("foreseen") is True):
+        return "predicted"
+    return "executed"
+
+
+def _asks(plan: Plan, task: CompiledTask, how: str, output: dict[str, Any]) -> str | None:
+    """Why a real run would ask a person before this task, or None."""
+    from agentctl.coordinator.kinds import EFFECTS
+    from agentctl.store.policy import Policy, decide_effect
+
+    facts = EFFECTS.get(task.action_kind or "")
+    if facts is None or how not in ("predicted", "requires_execution", "executed"):
+        return None
+    if task.action_kind == "builtin.write" and output.get("changed") is False and how == "predicted":
+        return None
+    decision = decide_effect(
+        Policy.from_json(plan.policy),
+        policy_name=facts.policy_name,
+        effect_class=facts.effect_class,
+        risk=facts.risk,
+        interactive=True,
+    )
+    return decision.reason if decision.needs_approval else None
+
+
+def _reason(how: str, output: dict[str, Any], error: dict[str, Any] | None) -> str | None:
+    if error is not None:
+        return f"{error.get('code', 'failed')}: {error.get('message', '')}"
+    if how == "skipped":
+        return str(output.get("reason", "skipped"))
+    if how == "requires_execution" and output.get("dependsOn"):
+        return f"depends on {', '.join(output['dependsOn'][:5])}"
+    reason = output.get("reason") if how == "requires_execution" else None
+    return None if reason is None else str(reason)
+
+
+def _for_people(out: Printer, run_id: str, outcome: dict[str, Any], rows: list[dict[str, Any]]) -> None:
+    counts = Counter(row["result"] for row in rows)
+    told = ", ".join(f"{counts[how]} {word}" for how, word in _WORDS.items() if counts[how])
+    out.line(f"{run_id} check {out.state(outcome['state'])}: {told}; nothing was changed")
+    error = outcome["error"]
+    if isinstance(error, dict) and error.get("message"):
+        out.line(f"  {error.get('code', 'error')}: {clean(error['message'])}")
+    out.line()
+    table = [(row["taskId"], row["kind"], _WORDS[row["result"]], _said(row)) for row in rows[:SHOWN_ROWS]]
+    out.table(("TASK", "ACTION", "RESULT", "WHAT"), table)
+    if len(rows) > SHOWN_ROWS:
+        out.line(f"and {len(rows) - SHOWN_ROWS} more (`--output json` has all)")
+    for row in rows:
+        if row["diff"]:
+            out.line()
+            out.line("\n".join(_painted(out, line) for line in row["diff"].split("\n")).rstrip("\n"))
+
+
+def _said(row: dict[str, Any]) -> str:
+    words = []
+    if row["path"] is not None:
+        words.append(f"{'would write' if row['changed'] else 'leaves as it is'} {row['path']}")
+    effect = row["expectedEffect"]
+    if isinstance(effect, dict) and effect.get("command"):
+        words.append(" ".join(["would start", str(effect["command"]), *map(str, effect.get("args", []))])[:120])
+    if row["reason"]:
+        words.append(str(row["reason"]))
+    elif row["dependsOn"]:
+        words.append(f"depends on {len(row['dependsOn'])} tasks")
+    if row["approval"]:
+        words.append("asks a person first")
+    return "; ".join(words) or "-"
+
+
+def _painted(out: Printer, line: str) -> str:
+    color = {"+": "green", "-": "red", "@": "cyan"}.get(line[:1])
+    return out.paint(clean(line), color)
