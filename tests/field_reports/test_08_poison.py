@@ -44,6 +44,12 @@ def test_a_task_that_kills_its_worker_ends_after_three_deliveries(field: Field) 
     inspected = field.json("inspect", run_id).data
     [bad] = [task for task in inspected["tasks"] if task["taskId"] == "bad"]
     assert bad["error"]["code"] == "worker_lost"
+    sent = "SELECT status, dispatches, superseded FROM effects WHERE task_id = 'bad'"
+    assert field.rows(sent) == [("uncertain", 3, 1)], "sent three times, never confirmed, and nobody is asked about it"
+    assert field.json("effects", "list", "--uncertain").data["effects"] == []
+    assert {line.effect for line in field.lines() if line.label == "bad"} == {inspected["effects"][0]["request"]["id"]}
+    status = field.json("status", run_id).data
+    assert (status["reason"], status["uncertainEffects"]) == (outcome.data["reason"], [])
     workers = field.json("workers", "list").data["workers"]
     assert sum(worker["state"] == "dead" for worker in workers) == 3
     assert len(workers) <= 4 + 3
