@@ -239,6 +239,27 @@ def test_the_policy_of_the_run_decides_who_may_reconcile(field: Field) -> None:
     assert len(field.lines()) == 1
 
 
+@pytest.mark.parametrize(
+    ("lists", "allowed"),
+    [
+        ({"toolsAllow": ["process.exec"]}, True),
+        ({"toolsDeny": ["filesystem.write"]}, True),
+        ({"toolsDeny": ["builtin.shell.exec"]}, False),
+    ],
+    ids=["allowed", "another denied", "denied"],
+)
+def test_what_was_allowed_by_its_policy_name_can_be_reconciled(
+    field: Field, lists: dict[str, list[str]], allowed: bool
+) -> None:
+    """`toolsAllow` names `process.exec`, not the operation; a denial of the operation cannot be overridden."""
+    _, effect = uncertain(field, policy={"approval": "never", "processAllowlist": ["tick"], **lists})
+    answer = said(field, effect, "--status", "not-applied", "--approved")
+    if allowed:
+        assert answer.code == 0, answer.err
+    else:
+        assert (answer.code, answer.error["code"]) == (3, "blocked")
+
+
 def test_what_is_in_flight_or_confirmed_cannot_be_called_unclear(field: Field) -> None:
     file = field.workflow("slow", [field.tick_task("a", 3, idempotent=False)])
     pool = field.pool(1)
