@@ -8,6 +8,7 @@ from typing import Any
 
 import click
 from agentctl.store.errors import UsageError
+from agentctl.store.faults import Faults
 
 from .documents import read_json_file
 from .main import Settings, VerbGroup, pass_settings
@@ -82,9 +83,12 @@ def approvals_reject(settings: Settings, name: str, actor: str, reason: str) -> 
 def _resolve(settings: Settings, name: str, *, approve: bool, actor: str, reason: str) -> None:
     if not actor.strip():
         raise UsageError("--actor must not be empty")
+    faults = Faults.from_environment()
     with closing(open_store(settings)) as store:
         approval_id = views_of(store).find_approval(name)
+        faults.reach("before_decision")
         run_id = store.resolve_approval(approval_id, approve=approve, actor=actor, reason=reason)
+        faults.reach("after_decision")
         diagnostics = warn_undriven(settings, store, run_id)
     status = "approved" if approve else "rejected"
     data = {"approvalId": approval_id, "status": status, "runId": run_id}
