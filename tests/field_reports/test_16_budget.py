@@ -65,6 +65,10 @@ def test_ten_of_a_hundred_to_the_last_unit(field: Field) -> None:
         assert set(counts) <= {"succeeded", "failed", "cancelled", "skipped"}
         sent = field.scalar("SELECT SUM(dispatches) FROM effects WHERE run_id = ?", run_id)
         assert sent == LIMIT
+        codes = "json_extract(error_json, '$.code')"
+        why = field.rows(f"SELECT {codes}, COUNT(*) FROM tasks WHERE run_id = ? AND task_id LIKE 'p--%' "  # noqa: S608
+                         f"AND state <> 'succeeded' GROUP BY 1", run_id)  # fmt: skip
+        assert why == [("budget_exceeded", 100 - LIMIT)]
     field.check_clean_end(drained=[pool])
 
 

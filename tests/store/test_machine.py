@@ -384,7 +384,9 @@ class StoreMachine(RuleBasedStateMachine):
 
     def unclear(self) -> list[tuple[ModelAttempt, ModelEffect]]:
         """Effects of which nobody knows whether they happened."""
-        return [(a, e) for a in self.attempts.values() for e in a.effects if e.status == "uncertain" and not e.superseded]
+        return [
+            (a, e) for a in self.attempts.values() for e in a.effects if e.status == "uncertain" and not e.superseded
+        ]
 
     @precondition(lambda self: self.unclear())
     @rule(pick=PICK, status=st.sampled_from(("applied", "not_applied")))
