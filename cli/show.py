@@ -43,11 +43,12 @@ def _status_for_people(out: Printer, data: dict[str, Any], now: int) -> None:
     if data["deadlineAt"] is not None:
         out.line(f"deadline  {when(data['deadlineAt'])}")
     if data["cancelRequestedAt"] is not None:
-        out.line(f"cancel    requested {when(data['cancelRequestedAt'])}")
+        said = f": {clean(data['cancelReason'])}" if data["cancelReason"] else ""
+        out.line(f"cancel    requested {when(data['cancelRequestedAt'])}{said}")
     counts = data["taskCounts"]
     out.line(f"tasks     {ended(counts)} of {sum(counts.values())} ended: {counts_text(counts)}")
     if not over:
-        out.line(f"driver    {_driver(data['driver'])}")
+        out.line(f"driver    {_driver(data['driver'], data['runId'])}")
     if data["running"]:
         out.line("running:")
         for task in data["running"][:SHOWN_WAITING]:
@@ -98,9 +99,9 @@ def _budget_for_people(out: Printer, budget: dict[str, Any]) -> None:
         out.line(f"budget    exceeded: {over['dimension']} would be {over['attempted']} of {over['limit']}")
 
 
-def _driver(driver: dict[str, Any] | None) -> str:
+def _driver(driver: dict[str, Any] | None, run_id: str) -> str:
     if driver is None:
-        return "nobody; `agentctl workers start` or `agentctl resume RUN` drives it"
+        return f"nobody; `agentctl workers start` or `agentctl resume {run_id}` drives it"
     who = f"{driver['kind'] or 'process'} {clean(driver['processId'])}"
     pid = f", pid {driver['pid']}" if driver["pid"] is not None else ""
     return f"{who}{pid}, {driver['liveness']}"
@@ -143,12 +144,13 @@ def inspect(settings: Settings, run_name: str) -> None:
 
 @click.command(cls=Verb)
 @click.argument("run_name", metavar="RUN")
-@click.argument("task_id", metavar="TASK", required=False)
+@click.argument("task_id", metavar="[TASK]", required=False)
 @pass_settings
 def logs(settings: Settings, run_name: str, task_id: str | None) -> None:
-    """What the commands of a run have printed, per attempt, as far as it was recorded.
+    """What the commands of a run have printed, attempt by attempt; with TASK only those of one task.
 
-    For people stdout and stderr of each attempt follow a head line; with JSON output they are separate texts.
+    It is recorded when a command has ended, so there is nothing yet of one that runs. For people a head line with the
+    exit code comes before each attempt, and stderr after stdout; with JSON output they are separate texts.
     """
     with closing(open_store(settings)) as store:
         views = views_of(store)

@@ -92,12 +92,15 @@ class Gate:
         self.patience = GRACE if case.action == "stop" else AT_ONCE
         self.file = self.site.write("gate.yaml", workflow(self.ledger, case.idempotency))
         self._pool: subprocess.Popen[bytes] | None = None
+        self._doomed: subprocess.Popen[bytes] | None = None
 
     def start_pool(self, fault: str | None = None) -> None:
         """Two workers and a coordinator. With a fault they may be dead before anybody has seen them."""
         self._pool = self.site.start("workers", "start", "-n", "2", "--drain-seconds", "3", fault=fault)
         if fault is None:
             self.site.wait_for_workers(2)
+        elif self.case.action == "parent":
+            self._doomed = self._pool
 
     def stop_pool(self) -> None:
         assert self.site.stop() == [0]
@@ -145,6 +148,11 @@ class Gate:
         for row in self.site.store.live_processes():
             if is_stopped(row):
                 kill(row, signal.SIGCONT)
+        if self._doomed is not None:
+            self.wait(lambda: self._doomed is None or self._doomed.poll() is not None, "the killed pool has ended")
+        if self._pool is not None and self._pool.poll() is None:
+            # One that was just started again does not obey signals before it is there.
+            self.wait(lambda: bool(self.site.living("supervisor")), "a pool")
         assert set(self.site.stop()) <= {0, 3}, self.site.report()
         self.site.assert_clean()
 
