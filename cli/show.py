@@ -55,9 +55,17 @@ def _status_for_people(out: Printer, data: dict[str, Any], now: int) -> None:
             since = duration(now - task["claimedAt"])
             out.line(
                 f"  {clean(task['taskId'])}: attempt {task['attempt']}, delivery {task['delivery']}, "
-                f"by {clean(task['workerId'])}, for {since}"
+                f"by {clean(task['workerId'])}{_of_the_dead(task)}, for {since}"
             )
-        _more(out, counts.get("running", 0) - min(len(data["running"]), SHOWN_WAITING))
+        in_hand = counts.get("running", 0) - len(data["unrecorded"])
+        _more(out, in_hand - min(len(data["running"]), SHOWN_WAITING))
+    if data["unrecorded"]:
+        out.line("ended, and not yet recorded by the driver of the run:")
+        for task in data["unrecorded"][:SHOWN_WAITING]:
+            out.line(
+                f"  {clean(task['taskId'])}: attempt {task['attempt']} {task['outcome']} {when(task['finishedAt'])}"
+            )
+        _more(out, len(data["unrecorded"]) - SHOWN_WAITING)
     if data["waiting"]:
         out.line("waiting:")
         for task in data["waiting"][:SHOWN_WAITING]:
@@ -81,6 +89,11 @@ def _status_for_people(out: Printer, data: dict[str, Any], now: int) -> None:
                 f"{effect['operation']}, started {when(effect['startedAt'])}"
             )
         _more(out, data["uncertainEffectCount"] - min(len(data["uncertainEffects"]), SHOWN_WAITING))
+
+
+def _of_the_dead(task: dict[str, Any]) -> str:
+    """What a dead worker holds is shown as such: it does not run, and nobody has settled it yet."""
+    return " (dead)" if task["workerLiveness"] == "dead" else ""
 
 
 def _budget_for_people(out: Printer, budget: dict[str, Any]) -> None:

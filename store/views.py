@@ -414,7 +414,8 @@ def _status(tx: Connection, run: Run, *, now: int) -> dict[str, Any]:
         "cancelReason": runs.cancel_reason(tx, run.run_id),
         "pauseRequestedAt": run.pause_requested_at,
         "driver": driver,
-        "running": _running_tasks(tx, run.run_id, limit=MAX_WAITING),
+        "running": _with_liveness(tx, _running_tasks(tx, run.run_id, limit=MAX_WAITING)),
+        "unrecorded": _unrecorded(tx, run, limit=MAX_WAITING),
         "waiting": waiting,
         "waitingCount": waiting_count if run.ended_at is None else 0,
         "pendingApprovals": _approvals(tx, run.run_id, pending=True, limit=MAX_WAITING),
@@ -455,6 +456,30 @@ def _running_tasks(tx: Connection, run_id: str, *, limit: int) -> list[dict[str,
             "WHERE queue = 'claimed' AND run_id = ? "
             "ORDER BY claimed_at, attempt_id LIMIT ?",
             (run_id, limit),
+        )
+    ]
+
+
+def _with_liveness(tx: Connection, running: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The same with `workerLiveness`: what a dead worker holds does not go on until somebody rescues it."""
+    known: dict[str, str] = {}
+    for task in running:
+        holder = task["workerId"]
+        if holder not in known:
+            row = processes.get(tx, holder)
+            known[holder] = Liveness.DEAD.value if row is None or row.stopped_at is not None else _liveness(row).value
+        task["workerLiveness"] = known[holder]
+    return running
+
+
+def _unrecorded(tx: Connection, run: Run, *, limit: int) -> list[dict[str, Any]]:
+    """Attempts that have ended and whose task says `running` until the driver of the run has committed the result."""
+    return [
+        {"taskId": task_id, "attempt": number, "outcome": outcome, "finishedAt": finished_at}
+        for task_id, number, outcome, finished_at in tx.execute(
+            "SELECT a.task_id, a.number, a.outcome, a.finished_at FROM attempts a JOIN tasks t USING (task_no) "
+            "WHERE a.queue = 'finished' AND a.run_id = ? AND t.state = 'running' ORDER BY a.task_no LIMIT ?",
+            (run.run_id, limit),
         )
     ]
 

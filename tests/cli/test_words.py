@@ -202,6 +202,39 @@ def test_the_run_is_named_in_what_to_do_next(field: Field) -> None:
     assert f"agentctl resume {run_id}" in waiting["detail"]
 
 
+def test_the_status_after_a_stop_tells_what_became_of_running_tasks(field: Field) -> None:
+    """The coordinator ended first, so nobody has recorded what the workers have finished."""
+    pool = field.pool(2, "--no-coordinator")
+    coordinator = field.coordinator()
+    run_id = field.submit(field.workflow("w", [field.tick_fan("t", 3, 1, idempotent=False)], concurrency=2))
+    wait_until(lambda: len(field.lines()) == 2, "two run")
+    field.stop(coordinator)
+    field.stop(pool)
+    data = field.json("status", run_id).data
+    assert data["taskCounts"]["running"] == 2
+    assert data["running"] == []
+    assert [(task["attempt"], task["outcome"]) for task in data["unrecorded"]] == [(1, "succeeded")] * 2
+    told = field("status", run_id).out
+    assert all(f"{task['taskId']}: attempt 1 succeeded" in told for task in data["unrecorded"]), told
+    assert field.json("resume", run_id).code == 0
+    assert field.json("status", run_id).data["unrecorded"] == []
+    assert len(field.lines()) == 3
+
+
+def test_the_status_tells_who_of_the_workers_is_dead(field: Field) -> None:
+    pool = field.pool(1)
+    run_id = field.submit(field.workflow("w", [field.tick_task("a", 60, idempotent=False)]))
+    field.busy(run_id)
+    effects = field.effect_processes()
+    for pid in field.processes():
+        if pid not in effects:
+            os.kill(pid, signal.SIGKILL)
+    pool.popen.wait()
+    [task] = field.json("status", run_id).data["running"]
+    assert task["workerLiveness"] == "dead"
+    assert f"{task['workerId']} (dead), for" in field("status", run_id).out
+
+
 def test_numbers_in_words(field: Field) -> None:
     run_id = field.json("run", field.workflow("w", [field.tick_task("a", idempotent=False)])).data["runId"]
     effect = field.scalar("SELECT effect_id FROM effects WHERE run_id = ?", run_id)
