@@ -4,6 +4,11 @@
 def main() -> None:
     """Entry point of the `agentctl` program; ends the process with the documented exit code (contract 4.10)."""
     try:
+        import os
+        import signal
+
+        # Not an exception until a verb asks for one: imports and compilers swallow interrupts or turn them into others.
+        signal.signal(signal.SIGINT, lambda number, frame: os._exit(130))
         from .main import run
 
         run()

@@ -8,6 +8,7 @@ from typing import Any
 
 import click
 from agentctl.store.errors import UsageError
+from agentctl.store.faults import Faults
 
 from .documents import read_json_file
 from .main import Settings, VerbGroup, pass_settings
@@ -28,7 +29,7 @@ def approvals() -> None:
 
 
 @approvals.command("list")
-@click.argument("run_name", metavar="RUN", required=False)
+@click.argument("run_name", metavar="[RUN]", required=False)
 @click.option("--all", "everything", is_flag=True, help="Decided ones, too.")
 @pass_settings
 def approvals_list(settings: Settings, run_name: str | None, everything: bool) -> None:
@@ -82,9 +83,12 @@ def approvals_reject(settings: Settings, name: str, actor: str, reason: str) -> 
 def _resolve(settings: Settings, name: str, *, approve: bool, actor: str, reason: str) -> None:
     if not actor.strip():
         raise UsageError("--actor must not be empty")
+    faults = Faults.from_environment()
     with closing(open_store(settings)) as store:
         approval_id = views_of(store).find_approval(name)
+        faults.reach("before_decision")
         run_id = store.resolve_approval(approval_id, approve=approve, actor=actor, reason=reason)
+        faults.reach("after_decision")
         diagnostics = warn_undriven(settings, store, run_id)
     status = "approved" if approve else "rejected"
     data = {"approvalId": approval_id, "status": status, "runId": run_id}
@@ -102,7 +106,7 @@ def effects() -> None:
 
 
 @effects.command("list")
-@click.argument("run_name", metavar="RUN", required=False)
+@click.argument("run_name", metavar="[RUN]", required=False)
 @click.option("--task", "task_id", metavar="TASK", help="Only those of one task.")
 @click.option("--uncertain", is_flag=True, help="Those of all runs that somebody has to reconcile.")
 @pass_settings
@@ -148,7 +152,7 @@ def effects_inspect(settings: Settings, name: str) -> None:
         out.line(f"  run {request['runId']}, task {clean(request['taskId'])}, attempt {request['attempt']}")
         out.line(
             f"  {request['operation']} ({request['effectClass']}, risk {request['risk']}, {request['idempotency']}), "
-            f"sent {effect['attemptNumber']} times"
+            f"{_times(effect['attemptNumber'])}"
         )
         for word in ("requestedAt", "startedAt", "completedAt"):
             if effect[word] is not None:
@@ -170,6 +174,10 @@ def effects_inspect(settings: Settings, name: str) -> None:
     Printer(settings).result("EffectInspection", data, human)
 
 
+def _times(dispatches: int) -> str:
+    return {0: "never sent", 1: "sent once", 2: "sent twice"}.get(dispatches, f"sent {dispatches} times")
+
+
 @effects.command("reconcile")
 @click.argument("name", metavar="EFFECT")
 @click.option(
@@ -180,9 +188,16 @@ def effects_inspect(settings: Settings, name: str) -> None:
 )
 @_actor_option
 @click.option("--reason", required=True, metavar="TEXT", help="How you know; kept for ever.")
-@click.option("--evidence-file", metavar="FILE", help="JSON that proves it; without it your reason is the evidence.")
-@click.option("--result-file", metavar="FILE", help="JSON result with which the task goes on (applied).")
-@click.option("--result-schema-file", metavar="FILE", help="JSON Schema that the result has to fit.")
+@click.option(
+    "--evidence-file",
+    type=click.Path(),
+    metavar="FILE",
+    help="JSON that proves it; without it your reason is the evidence.",
+)
+@click.option(
+    "--result-file", type=click.Path(), metavar="FILE", help="JSON result with which the task goes on (applied)."
+)
+@click.option("--result-schema-file", type=click.Path(), metavar="FILE", help="JSON Schema that the result has to fit.")
 @click.option("--compensation-effect", metavar="EFFECT", help="The effect that has undone it (compensated).")
 @click.option("--approved", is_flag=True, help="You may approve such an action, and do.")
 @pass_settings

@@ -89,7 +89,7 @@ def _value(key: str, text: str) -> Any:
             return parse_json(text)
         check_value(text)
     except JsonError as error:
-        raise UsageError(f"--input {key}: {error.message}") from error
+        raise UsageError(f"--input {key}: {error.message}", remedy=_json_remedy(error.message)) from error
     return text
 
 
@@ -103,12 +103,16 @@ def _json_object(text: str | bytes, what: str) -> dict[str, Any]:
     try:
         value = parse_json(text)
     except JsonError as error:
-        raise UsageError(
-            f"{what}: {error.message}", remedy='it must be a JSON object such as {"name": "Ada"}'
-        ) from error
+        raise UsageError(f"{what}: {error.message}", remedy=_json_remedy(error.message)) from error
     if not isinstance(value, dict):
         raise UsageError(f"{what}: not a JSON object", remedy='it must be a JSON object such as {"name": "Ada"}')
     return value
+
+
+def _json_remedy(message: str) -> str:
+    if "surrogate" in message:
+        return "write the character itself, or both halves of its pair, such as \\ud83d\\ude00"
+    return 'it must be a JSON object such as {"name": "Ada"}'
 
 
 def read_json_file(file: str, option: str) -> Any:
@@ -190,7 +194,7 @@ def without_plugins() -> Iterator[None]:
 
 
 @click.command(cls=Verb)
-@click.argument("files", nargs=-1, required=True, metavar="FILE...")
+@click.argument("files", nargs=-1, required=True, type=click.Path(), metavar="FILE...")
 @input_options
 @variable_options
 @pass_settings
@@ -245,7 +249,7 @@ def check(
 
 
 @click.command(cls=Verb)
-@click.argument("file")
+@click.argument("file", type=click.Path())
 @input_options
 @variable_options
 @pass_settings

@@ -9,6 +9,7 @@ click, 70 for an internal error, 130 after an interrupt, 141 when the reader of 
 
 from __future__ import annotations
 
+import errno
 import math
 import os
 import signal
@@ -26,6 +27,9 @@ PROGRAM = "agentctl"
 COMPLETE_VARIABLE = "_AGENTCTL_COMPLETE"
 DEFAULT_DATABASE = ".agentctl/runtime.db"
 
+OUTPUT_LOST = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)
+"""What a stream answers that takes nothing more, though somebody reads it. Faults of files carry the file's name."""
+
 EXIT_INTERNAL = 70
 EXIT_INTERRUPTED = 130
 EXIT_PIPE = 141
@@ -42,6 +46,21 @@ class Seconds(click.FloatRange):
         if not math.isfinite(seconds):
             self.fail(f"{value!r} is not a number of seconds", param, ctx)
         return seconds
+
+
+class Text(click.types.StringParamType):
+    """A word of the command line that is looked up or recorded: only UTF-8 can be. Names of files may be anything."""
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> str:
+        text = super().convert(value, param, ctx)
+        try:
+            str(text).encode()
+        except UnicodeEncodeError:
+            self.fail("it is not UTF-8, and nothing else can be looked up or recorded.", param, ctx)
+        return str(text)
+
+
+TEXT = Text()
 
 
 @dataclass(slots=True)
@@ -71,6 +90,12 @@ def settings_of(context: click.Context) -> Settings:
 pass_settings = click.make_pass_decorator(Settings)
 
 
+def _database(context: click.Context, parameter: click.Parameter, value: Path | None) -> None:
+    if value is not None and str(value) == ".":
+        raise click.BadParameter("a database is a file; give its path.", context, parameter)
+    _store("database")(context, parameter, value)
+
+
 def _store(name: str) -> Callable[[click.Context, click.Parameter, Any], None]:
     def keep(context: click.Context, parameter: click.Parameter, value: Any) -> None:
         settings = settings_of(context)
@@ -87,7 +112,7 @@ def _global_options() -> list[click.Option]:
             type=click.Path(path_type=Path),
             metavar="PATH",
             expose_value=False,
-            callback=_store("database"),
+            callback=_database,
             help=f"The database; AGENTCTL_DB, else {DEFAULT_DATABASE}.",
         ),
         click.Option(
@@ -121,10 +146,15 @@ class _WithGlobals(click.Command):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.globals = _global_options()
+        for parameter in self.params:
+            if parameter.type is click.STRING:
+                parameter.type = TEXT
         self.params = [*self.params, *self.globals]
 
     def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        own = [p.get_help_record(ctx) for p in self.get_params(ctx) if p not in self.globals]
+        # The usage line shows the arguments, and the text above tells what they are.
+        shown = (p for p in self.get_params(ctx) if p not in self.globals and isinstance(p, click.Option))
+        own = [p.get_help_record(ctx) for p in shown]
         rows = [row for row in own if row is not None]
         if rows:
             with formatter.section(gettext("Options")):
@@ -225,7 +255,6 @@ def program(context: click.Context) -> None:
 
 def run(arguments: Sequence[str] | None = None) -> None:
     """Execute one command line and end the process with its exit code."""
-    # Not an exception until a verb asks for one: imports and compilers swallow interrupts, or turn them into others.
     signal.signal(signal.SIGINT, _leave)
     given = list(sys.argv[1:] if arguments is None else arguments)
     for stream in (sys.stdout, sys.stderr):
@@ -236,7 +265,7 @@ def run(arguments: Sequence[str] | None = None) -> None:
     # All has been said; an interrupt while the interpreter ends would only make noise.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    sys.exit(_end_output(code))
+    sys.exit(_end_output(code, Settings(Path(), *_early(given))))
 
 
 def _leave(number: int, frame: object) -> NoReturn:
@@ -320,6 +349,9 @@ def _failure(settings: Settings, error: Exception) -> int:
             diagnostics=diagnostics,
         )
         return error.exit_code
+    if isinstance(error, OSError) and error.filename is None and error.errno in OUTPUT_LOST:
+        _tell_output_lost(settings, error)
+        return 5
     if isinstance(error, OSError) and error.errno is not None:
         place = f"{error.filename}: " if error.filename else ""
         print_error(settings, f"{place}{error.strerror}", exit_code=5, code="environment")
@@ -337,6 +369,14 @@ def _failure(settings: Settings, error: Exception) -> int:
     return EXIT_INTERNAL
 
 
+def _tell_output_lost(settings: Settings, error: OSError) -> None:
+    from .render import print_error
+
+    remedy = "let it write elsewhere; what the command was asked for may have been done all the same"
+    message = f"the output cannot be written: {error.strerror}"
+    print_error(settings, message, exit_code=5, code="environment", remedy=remedy)
+
+
 def _traceback(settings: Settings) -> None:
     if settings.verbose:
         import traceback
@@ -350,7 +390,7 @@ def _log_to_stderr() -> None:
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
 
 
-def _end_output(code: int) -> int:
+def _end_output(code: int, settings: Settings) -> int:
     """Write out what is buffered. A reader that is gone ends in silence: nothing is left for interpreter shutdown."""
     for number, stream in ((1, sys.stdout), (2, sys.stderr)):
         if stream is None:
@@ -359,8 +399,10 @@ def _end_output(code: int) -> int:
             stream.flush()
         except OSError as error:
             abandon(number)
+            if number == 1 and not isinstance(error, BrokenPipeError) and code == 0:
+                _tell_output_lost(settings, error)
             if number == 1:
-                code = EXIT_PIPE if isinstance(error, BrokenPipeError) else 5
+                code = EXIT_PIPE if isinstance(error, BrokenPipeError) else code or 5
     if code == EXIT_PIPE:
         abandon(1)
     return code

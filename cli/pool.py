@@ -121,6 +121,7 @@ class _Foreground:
         yield_gently()
         self._stop = StopSignal()
         self._clock = SystemClock()
+        self._timeout = timeout or 0.0
         self._give_up_at = None if timeout is None else self._clock.monotonic() + timeout
         self._ids = SystemIds(self._clock)
         self._timing = Timing.from_environment()
@@ -206,7 +207,8 @@ class _Foreground:
         late = self._give_up_at is not None and self._clock.monotonic() >= self._give_up_at
         if (self._stop.received or late) and not self._cancelled:
             self._cancelled = True
-            reason = "signal" if self._stop.received else "--timeout-seconds"
+            over = f"--timeout-seconds {self._timeout:g} is over"
+            reason = "a signal ended the command" if self._stop.received else over
             self._store.request_cancel(self._run_id, reason=reason, actor="cli-user")
             self._store.wake_everybody()
         self._stop.drain()

@@ -373,9 +373,14 @@ def progress_for(printer: Printer) -> Progress:
     return PlainProgress(printer)
 
 
-def give_up_stdout() -> None:
-    """The reader of stdout is gone and the work goes on: whatever is printed from here on is swallowed."""
+def give_up_stdout(settings: Settings, error: OSError) -> None:
+    """Nobody takes what stdout is given and the work goes on: whatever is printed from here on is swallowed.
+
+    A reader that is gone knows that it is; of a stream that takes nothing more the person is told.
+    """
     abandon(1)
+    if not isinstance(error, BrokenPipeError):
+        warn(settings, f"the output cannot be written ({error.strerror}); the work goes on without it")
 
 
 def reader_is_gone() -> bool:

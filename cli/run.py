@@ -91,7 +91,7 @@ def _submission_options(function: Callable[..., Any]) -> Callable[..., Any]:
         click.option("--workspace", type=click.Path(), metavar="DIR", help="Base of paths; else FILE's folder."),
         variable_options,
         input_options,
-        click.argument("file"),
+        click.argument("file", type=click.Path()),
     ):
         function = option(function)
     return function
@@ -410,8 +410,8 @@ class _Follower:
                 interval = self._progress.interval
                 if not self._printer.settings.json:
                     self._progress.update(self._views.progress(self._run_id))
-        except OSError:
-            self.lose()
+        except OSError as error:
+            self.lose(error)
             return
         ended = clock.monotonic()
         self._next = ended + max(interval, 20 * (ended - started))
@@ -436,17 +436,17 @@ class _Follower:
             self._seen = text
             click.echo(text)
 
-    def lose(self) -> None:
-        """Nobody reads any more: go on in silence."""
+    def lose(self, error: OSError) -> None:
+        """Nobody takes what is shown any more: go on without it."""
         self._lost = True
-        give_up_stdout()
+        give_up_stdout(self._printer.settings, error)
 
     def close(self) -> None:
         """Take the display away."""
         try:
             self._progress.close()
-        except OSError:
-            self.lose()
+        except OSError as error:
+            self.lose(error)
 
 
 def _foreground(
@@ -472,8 +472,8 @@ def _foreground(
                 begun = views_of(store).progress(run_id)
                 noun = "task" if begun["taskCount"] == 1 else "tasks"
                 printer.line(f"{run_id} {word}: {clean(begun['workflow'])}, {begun['taskCount']} {noun}")
-        except OSError:
-            give_up_stdout()
+        except OSError as error:
+            give_up_stdout(settings, error)
         follower = _Follower(printer, store, run_id, progress_for(printer), at_once=settings.output == "jsonl")
         for number in (signal.SIGINT, signal.SIGTERM):
             signal.signal(number, _interrupt)
@@ -491,14 +491,14 @@ def _foreground(
         # The signal came before the foreground obeyed signals. A run that was only to be resumed stays as it was.
         if resume:
             raise
-        cancel_run(settings.database, run_id, reason="signal", actor=ACTOR)
+        cancel_run(settings.database, run_id, reason="a signal ended the command", actor=ACTOR)
     finally:
         if follower is not None:
             follower.close()
     try:
         return _print_outcome(printer, store, run_id)
-    except OSError:
-        give_up_stdout()
+    except OSError as error:
+        give_up_stdout(settings, error)
         return EXIT_BY_STATE[views_of(store).state(run_id)]
 
 
@@ -647,13 +647,15 @@ def _print_outcome(printer: Printer, store: Store, run_id: str) -> int:
 def _outcome_for_people(out: Printer, views: Views, outcome: dict[str, Any]) -> None:
     run_id, state = outcome["runId"], outcome["state"]
     status = views.status(run_id)
-    spent = duration(status["updatedAt"] - status["createdAt"])
-    reason = f" ({outcome['reason']})" if outcome["reason"] else ""
+    until = views.now() if state == "running" else status["updatedAt"]
+    spent = duration(until - status["createdAt"])
+    reason = f" ({_why(outcome)})" if outcome["reason"] else ""
     out.line(f"{run_id} {out.state(state)}{reason} after {spent}: {counts_text(status['taskCounts'])}")
     error = outcome["error"]
-    if isinstance(error, dict) and error.get("message"):
-        out.line(f"  {error.get('code', 'error')}: {clean(error['message'])}")
     failures, count = views.failures(run_id, limit=SHOWN_FAILURES)
+    of_a_task = any(_same_fault(error, failure["error"]) for failure in failures)
+    if isinstance(error, dict) and error.get("message") and not of_a_task:
+        out.line(f"  {error.get('code', 'error')}: {clean(error['message'])}")
     for failure in failures:
         fault = failure["error"] or {}
         text = f"{fault.get('code', 'failed')}: {clean(fault.get('message', 'no reason was recorded'))}"
@@ -685,6 +687,18 @@ def _outcome_for_people(out: Printer, views: Views, outcome: dict[str, Any]) -> 
     hint = _next_step(run_id, status)
     if hint:
         out.line(f"next: {hint}")
+
+
+def _why(outcome: dict[str, Any]) -> str:
+    """The reason of a state, and what whoever cancelled the run has said."""
+    said = outcome["cancelReason"]
+    return f"{outcome['reason']}: {clean(said)}" if said and outcome["state"] == "cancelled" else str(outcome["reason"])
+
+
+def _same_fault(one: Any, other: Any) -> bool:
+    if not isinstance(one, dict) or not isinstance(other, dict):
+        return False
+    return all(one.get(name) == other.get(name) for name in ("code", "message"))
 
 
 def _next_step(run_id: str, status: dict[str, Any]) -> str | None:

@@ -43,20 +43,29 @@ def _status_for_people(out: Printer, data: dict[str, Any], now: int) -> None:
     if data["deadlineAt"] is not None:
         out.line(f"deadline  {when(data['deadlineAt'])}")
     if data["cancelRequestedAt"] is not None:
-        out.line(f"cancel    requested {when(data['cancelRequestedAt'])}")
+        said = f": {clean(data['cancelReason'])}" if data["cancelReason"] else ""
+        out.line(f"cancel    requested {when(data['cancelRequestedAt'])}{said}")
     counts = data["taskCounts"]
     out.line(f"tasks     {ended(counts)} of {sum(counts.values())} ended: {counts_text(counts)}")
     if not over:
-        out.line(f"driver    {_driver(data['driver'])}")
+        out.line(f"driver    {_driver(data['driver'], data['runId'])}")
     if data["running"]:
         out.line("running:")
         for task in data["running"][:SHOWN_WAITING]:
             since = duration(now - task["claimedAt"])
             out.line(
                 f"  {clean(task['taskId'])}: attempt {task['attempt']}, delivery {task['delivery']}, "
-                f"by {clean(task['workerId'])}, for {since}"
+                f"by {clean(task['workerId'])}{_of_the_dead(task)}, for {since}"
             )
-        _more(out, counts.get("running", 0) - min(len(data["running"]), SHOWN_WAITING))
+        in_hand = counts.get("running", 0) - len(data["unrecorded"])
+        _more(out, in_hand - min(len(data["running"]), SHOWN_WAITING))
+    if data["unrecorded"]:
+        out.line("ended, and not yet recorded by the driver of the run:")
+        for task in data["unrecorded"][:SHOWN_WAITING]:
+            out.line(
+                f"  {clean(task['taskId'])}: attempt {task['attempt']} {task['outcome']} {when(task['finishedAt'])}"
+            )
+        _more(out, len(data["unrecorded"]) - SHOWN_WAITING)
     if data["waiting"]:
         out.line("waiting:")
         for task in data["waiting"][:SHOWN_WAITING]:
@@ -82,6 +91,11 @@ def _status_for_people(out: Printer, data: dict[str, Any], now: int) -> None:
         _more(out, data["uncertainEffectCount"] - min(len(data["uncertainEffects"]), SHOWN_WAITING))
 
 
+def _of_the_dead(task: dict[str, Any]) -> str:
+    """What a dead worker holds is shown as such: it does not run, and nobody has settled it yet."""
+    return " (dead)" if task["workerLiveness"] == "dead" else ""
+
+
 def _budget_for_people(out: Printer, budget: dict[str, Any]) -> None:
     """One line for each limit: used, reserved, limit."""
     for dimension, limit in budget["limits"].items():
@@ -98,9 +112,9 @@ def _budget_for_people(out: Printer, budget: dict[str, Any]) -> None:
         out.line(f"budget    exceeded: {over['dimension']} would be {over['attempted']} of {over['limit']}")
 
 
-def _driver(driver: dict[str, Any] | None) -> str:
+def _driver(driver: dict[str, Any] | None, run_id: str) -> str:
     if driver is None:
-        return "nobody; `agentctl workers start` or `agentctl resume RUN` drives it"
+        return f"nobody; `agentctl workers start` or `agentctl resume {run_id}` drives it"
     who = f"{driver['kind'] or 'process'} {clean(driver['processId'])}"
     pid = f", pid {driver['pid']}" if driver["pid"] is not None else ""
     return f"{who}{pid}, {driver['liveness']}"
@@ -143,12 +157,13 @@ def inspect(settings: Settings, run_name: str) -> None:
 
 @click.command(cls=Verb)
 @click.argument("run_name", metavar="RUN")
-@click.argument("task_id", metavar="TASK", required=False)
+@click.argument("task_id", metavar="[TASK]", required=False)
 @pass_settings
 def logs(settings: Settings, run_name: str, task_id: str | None) -> None:
-    """What the commands of a run have printed, per attempt, as far as it was recorded.
+    """What the commands of a run have printed, attempt by attempt; with TASK only those of one task.
 
-    For people stdout and stderr of each attempt follow a head line; with JSON output they are separate texts.
+    It is recorded when a command has ended, so there is nothing yet of one that runs. For people a head line with the
+    exit code comes before each attempt, and stderr after stdout; with JSON output they are separate texts.
     """
     with closing(open_store(settings)) as store:
         views = views_of(store)

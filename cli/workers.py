@@ -52,15 +52,20 @@ def workers_start(
 
     # Opened here once, so that a database that cannot be used is told before any process starts.
     open_store(settings, create=True).close()
-    context.exit(
-        start_workers(
-            settings.database,
-            count=count if count is not None else _cores(),
-            name=name,
-            coordinator=not no_coordinator,
-            drain_seconds=drain_seconds,
-        )
+    code = start_workers(
+        settings.database,
+        count=count if count is not None else _cores(),
+        name=name,
+        coordinator=not no_coordinator,
+        drain_seconds=drain_seconds,
     )
+    if code:
+        warn(
+            settings,
+            "the pool was ended hard: commands that still ran were ended with it. What may be repeated is ready again; "
+            "`agentctl effects list --uncertain` shows the rest",
+        )
+    context.exit(code)
 
 
 @workers.command("list")

@@ -12,7 +12,7 @@ from agentctl.store.canonical import canonical, loads
 from agentctl.store.clock import IdSource
 from agentctl.store.engine import Store
 from agentctl.store.errors import PolicyError, UsageError
-from agentctl.store.policy import Policy, decide_effect
+from agentctl.store.policy import Policy, decide_effect, policy_name_of
 from agentctl.store.records import NewReconciliation
 
 CAPABILITY = "effect_reconciliation"
@@ -105,14 +105,20 @@ def _check_result(conclusion: Conclusion, operation: str) -> None:
 
 
 def _authorize(store: Store, request: dict[str, Any], conclusion: Conclusion) -> dict[str, Any]:
-    """The decision of the source run's policy, as it is recorded."""
+    """The decision of the source run's policy, as it is recorded.
+
+    What allowed the effect under its policy name allows to reconcile it; `toolsDeny` may name the operation as well
+    (contract 5.5 and 11.1).
+    """
     settings, _ = store.run_settings(request["runId"])
+    policy = Policy.from_json(loads(settings)["policy"])
+    operation = request["operation"]
     decision = decide_effect(
-        Policy.from_json(loads(settings)["policy"]),
-        policy_name=request["operation"],
+        policy,
+        policy_name=operation if operation in policy.tools_deny else policy_name_of(operation),
         effect_class=request["effectClass"],
         risk=request["risk"],
-        provider=request["operation"] if request["effectClass"] == "model" else None,
+        provider=operation if request["effectClass"] == "model" else None,
         interactive=True,
     )
     if decision.denied:

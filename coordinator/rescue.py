@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import logging
 import signal
+from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
 
@@ -92,7 +93,8 @@ class Rescuer:
             )
             self._faults.reach("after_rescue")
             if outcomes:
-                log.warning("%s %s (pid %d) %s; attempts settled: %s", row.kind, row.name, row.pid, how, outcomes)
+                settled_as = ", ".join(f"{number} {word}" for word, number in sorted(Counter(outcomes).items()))
+                log.warning("%s %s (pid %d) %s; attempts settled: %s", row.kind, row.name, row.pid, how, settled_as)
             settled += len(outcomes)
         return settled
 

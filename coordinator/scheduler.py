@@ -250,6 +250,8 @@ class Scheduler:
         if error.get("code") == "budget_exceeded" and self.stopping is None:
             # A denial stops the run whatever the task declares (contract table, row 7).
             self.stopping = "budget_exceeded"
+        if error.get("code") != "budget_exceeded" and done.outcome != "uncertain":
+            batch.abandoned.append(done.attempt_id)
         if done.outcome == "cancelled" or (done.outcome == "uncertain" and self.stopping == "cancel_requested"):
             batch.closed.append(done.attempt_id)
             late = self.stopping == "deadline_exceeded" or error.get("code") == "deadline"

@@ -243,8 +243,9 @@ class Supervisor:
 
     def _start_failed(self, slot: _Slot, why: str) -> None:
         slot.failures += 1
-        log.error("%s (start %d of %d)", why, slot.failures, MAX_START_FAILURES)
-        if slot.failures >= MAX_START_FAILURES:
+        if slot.failures < MAX_START_FAILURES:
+            log.error("%s (start %d of %d)", why, slot.failures, MAX_START_FAILURES)
+        else:
             raise EnvironmentFault(
                 f"{slot.name} cannot be started: {why}",
                 remedy="see the messages above; check memory, permissions and the database's folder",

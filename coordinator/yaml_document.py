@@ -134,7 +134,7 @@ def read_document(path: Path, *, name: str | None = None) -> YamlDocument:
 def parse_document(data: bytes, file: str, *, as_json: bool = False) -> YamlDocument:
     """Read a document from memory, by the rules of this module. Raises `DocumentError`."""
     if len(data) > MAX_BYTES:
-        _refuse(file, "schema_violation", f"the document has more than {MAX_BYTES} bytes")
+        _refuse(file, "schema_violation", f"the document has more than {MAX_BYTES} bytes", help=_TOO_LARGE)
     if data.startswith(b"\xef\xbb\xbf"):
         data = data[3:]
     try:
@@ -172,6 +172,10 @@ def collector_paused() -> Iterator[None]:
             gc.enable()
 
 
+_NOT_A_FILE = "give the name of a file; what comes from a pipe has to be saved first"
+_TOO_LARGE = "large values belong into `--inputs-file`, or into files that tasks read"
+
+
 def read_bytes(path: Path, file: str) -> bytes:
     """The bytes of a regular file within the size limit; `file` is its name in messages. Raises `DocumentError`."""
     try:
@@ -186,9 +190,10 @@ def read_bytes(path: Path, file: str) -> bytes:
         state = os.fstat(descriptor)
         if not stat.S_ISREG(state.st_mode):
             kind = "a directory" if stat.S_ISDIR(state.st_mode) else "not a regular file"
-            _refuse(file, "missing_reference", f"is {kind}")
+            _refuse(file, "missing_reference", f"is {kind}", help=_NOT_A_FILE)
         if state.st_size > MAX_BYTES:
-            _refuse(file, "schema_violation", f"the document has {state.st_size} bytes, more than {MAX_BYTES}")
+            message = f"the document has {state.st_size} bytes, more than {MAX_BYTES}"
+            _refuse(file, "schema_violation", message, help=_TOO_LARGE)
         parts: list[bytes] = []
         size = 0
         while size <= MAX_BYTES:
@@ -430,7 +435,8 @@ class _YamlBuilder:
         if self.found:
             raise DocumentError(self.found)
         if documents == 0:
-            _refuse(self.file, "yaml_syntax", "the file has no document in it", 1, 1)
+            hint = "write a workflow into it; `agentctl schema` prints what one may contain"
+            _refuse(self.file, "yaml_syntax", "the file has no document in it", 1, 1, hint)
         return YamlDocument(self.file, root, spots, root_mark, _mark_place)
 
     def anchored(self, anchors: dict[str, tuple[Any, int, int, int] | None], event: Any) -> tuple[Any, int, int, int]:

@@ -58,6 +58,8 @@ def commit_batch(
         )
     if batch.superseded:
         effects.supersede(tx, run.run_id, batch.superseded, batch.events, now=now)
+    if batch.abandoned:
+        effects.abandon(tx, batch.abandoned, batch.events, now=now)
     if batch.memory:
         tx.executemany(
             "INSERT INTO memory_values VALUES (?,?,?,?)",

@@ -99,13 +99,7 @@ class Database:
             filesystem.prepare_folder(self.path.parent)
         elif not self.path.is_file():
             raise EnvironmentFault(f"{self.path} is not a file", remedy="choose another place with --db PATH")
-        if not os.access(self.path.parent, os.W_OK | os.X_OK) or (
-            self.path.exists() and not os.access(self.path, os.R_OK | os.W_OK)
-        ):
-            raise EnvironmentFault(
-                f"no permission to read and write {self.path}",
-                remedy="run as the user who owns it, or choose another place with --db PATH",
-            )
+        filesystem.require_writable(self.path)
         with _opening:
             self._connect(cache_kib, vfs, end_stuck)
         try:
@@ -364,10 +358,17 @@ def translate(error: apsw.Error, path: Path) -> AgentctlError:
             f"{path} is damaged or is no SQLite database: {error}",
             remedy="restore a backup; keep the damaged file for a rescue with `sqlite3 FILE .recover`",
         )
-    if isinstance(error, apsw.FullError):
+    # Without room for its shared memory or for a whole write SQLite tells of a failed disk, as on tmpfs.
+    no_room = isinstance(error, apsw.IOError) and not _is_failed_sync(error) and filesystem.is_full(path.parent)
+    if isinstance(error, apsw.FullError) or no_room:
         return EnvironmentFault(
             f"the disk under {path} is full",
             remedy="free some space; a run that exists goes on with `agentctl resume RUN`",
+        )
+    if isinstance(error, apsw.ReadOnlyError | apsw.CantOpenError) and filesystem.is_read_only(path.parent):
+        return EnvironmentFault(
+            f"{path} is on a filesystem that is mounted read-only",
+            remedy="mount it writable, or choose another place with --db PATH",
         )
     if isinstance(error, apsw.ReadOnlyError | apsw.CantOpenError | apsw.PermissionsError | apsw.AuthError):
         return EnvironmentFault(

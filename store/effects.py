@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from . import approvals, holds, ledger, reconciliations
 from .canonical import canonical
-from .database import Connection
+from .database import Connection, all_rows
 from .errors import ConflictError, IncompatibleVersion, LeaseLost
 from .records import (
     EFFECT_FORMAT_VERSION,
@@ -260,6 +260,25 @@ def supersede(tx: Connection, run_id: str, effect_ids: list[str], events: list[E
         ).fetchone()
         if row is not None:
             ledger.charge_lost(tx, run_id, row[0], effect_id, row[1], events, now=now)
+
+
+def abandon(tx: Connection, attempt_ids: list[int], events: list[Event], *, now: int) -> None:
+    """Attempts that are closed without a result: what they had requested and not started is never sent (`cancelled`).
+
+    Not for an attempt that the budget has denied: its effect stays `requested` (contract 6).
+    """
+    for attempt_id in attempt_ids:
+        rows = all_rows(
+            tx.execute(
+                "UPDATE effects SET status = 'cancelled', completed_at = ? "
+                "WHERE attempt_id = ? AND status = 'requested' RETURNING effect_id, task_id",
+                (now, attempt_id),
+            )
+        )
+        events.extend(
+            Event("effect.cancelled", task_id, canonical({"effectId": effect_id, "reason": "attempt_closed"}))
+            for effect_id, task_id in rows
+        )
 
 
 def expected_of(tx: Connection, attempt_id: int, ordinal: int) -> str | None:

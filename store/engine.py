@@ -269,11 +269,6 @@ class Store:
         with self.database.read() as tx:
             return task_queue.claimed_positions(tx, run.run_id, run.first_task)
 
-    def runs_with_finished(self) -> list[str]:
-        """Runs that have results to commit."""
-        with self.database.read() as tx:
-            return task_queue.runs_with_finished(tx)
-
     def commit_batch(
         self, run: Run, batch: Batch, *, driver: str, epoch: int, revision: int
     ) -> list[tuple[int, str, str]]:

@@ -27,6 +27,9 @@ POINTS = (
     # rescuer
     "before_rescue",
     "after_rescue",
+    # a person's shell
+    "before_decision",
+    "after_decision",
 )
 
 

@@ -6,6 +6,7 @@ A WAL database needs shared memory and locks between processes, which network fi
 
 from __future__ import annotations
 
+import errno
 import os
 from pathlib import Path
 
@@ -26,6 +27,8 @@ NETWORK = frozenset(
     }
 )
 OVERRIDE = "AGENTCTL_FILESYSTEM_TYPE"
+FEW_PAGES = 1 << 16
+_READ_ONLY = "mount it writable, or choose another place with --db PATH or AGENTCTL_DB"
 
 
 def filesystem_type(path: Path) -> str:
@@ -106,12 +109,46 @@ def prepare_folder(folder: Path) -> None:
         raise EnvironmentFault(f"{folder} is not a folder", remedy="choose another place with --db PATH") from error
     except OSError as error:
         raise EnvironmentFault(
-            f"cannot create the folder {folder}: {error.strerror}", remedy="choose another place with --db PATH"
+            f"cannot create the folder {folder}: {error.strerror}",
+            remedy=_READ_ONLY if error.errno == errno.EROFS else "choose another place with --db PATH",
         ) from error
     if not os.access(folder, os.W_OK | os.X_OK):
+        if is_read_only(folder):
+            raise EnvironmentFault(f"{folder} is on a filesystem that is mounted read-only", remedy=_READ_ONLY)
         raise EnvironmentFault(
             f"no permission to write in {folder}", remedy="give this user write permission, or use --db PATH"
         )
+
+
+def require_writable(path: Path) -> None:
+    """Raise `EnvironmentFault` unless the database at `path`, or its folder while it is missing, can be written."""
+    folder = path.parent
+    exists = path.exists()
+    if os.access(folder, os.W_OK | os.X_OK) and (not exists or os.access(path, os.R_OK | os.W_OK)):
+        return
+    if is_read_only(folder):
+        raise EnvironmentFault(f"{path} is on a filesystem that is mounted read-only", remedy=_READ_ONLY)
+    raise EnvironmentFault(
+        f"no permission to read and write {path}",
+        remedy="run as the user who owns it, or choose another place with --db PATH",
+    )
+
+
+def is_read_only(path: Path) -> bool:
+    """Whether the filesystem of an existing path takes no writes from anybody."""
+    try:
+        return bool(os.statvfs(path).f_flag & os.ST_RDONLY)
+    except OSError:
+        return False
+
+
+def is_full(path: Path) -> bool:
+    """Whether the filesystem of an existing path has no room for even a few pages of a database."""
+    try:
+        found = os.statvfs(path)
+    except OSError:
+        return False
+    return found.f_bavail * found.f_frsize < FEW_PAGES
 
 
 def _sync_folder(folder: Path) -> None:

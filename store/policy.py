@@ -24,6 +24,27 @@ gated."""
 
 HIGH_RISKS: Final = frozenset({"high", "critical"})
 
+POLICY_NAMES: Final = {
+    "builtin.memory.write": "memory.write",
+    "builtin.long_term_memory.promote": "memory.promote",
+    "builtin.read": "filesystem.read",
+    "builtin.write": "filesystem.write",
+    "builtin.shell.exec": "process.exec",
+    "extension.process": "extension.process",
+    "long_term_memory.read": "memory.read",
+    "long_term_memory.search": "memory.search",
+    "long_term_memory.write": "memory.write",
+    "mcp.call": "mcp.call",
+    "a2a.delegate": "a2a.delegate",
+    "agent.instructions.read": "filesystem.read",
+}
+"""Operation -> the name by which `toolsAllow` and `toolsDeny` know it (contract 3 and 5.1)."""
+
+
+def policy_name_of(operation: str) -> str:
+    """The policy name of an operation. One that is not in the table (a tool of a model) goes by its own name."""
+    return POLICY_NAMES.get(operation, operation)
+
 
 @dataclass(frozen=True, slots=True)
 class NetworkPolicy:

@@ -344,7 +344,8 @@ class Batch:
 
     `finals` are (state, attempt, input_digest, output_json, output_digest, error_json, decision_json, delta_json,
     delta_digest, position) of tasks that end; `waits` are (state, retry_at, error_json, position) of tasks that stop
-    running without an end. Positions are in compiled order.
+    running without an end. Positions are in compiled order. `abandoned` are those of `closed` that end without a result
+    and may have requested what is never sent.
     """
 
     finals: list[tuple[Any, ...]] = field(default_factory=list)
@@ -353,6 +354,7 @@ class Batch:
     closed: list[int] = field(default_factory=list)
     parked: list[int] = field(default_factory=list)
     superseded: list[str] = field(default_factory=list)
+    abandoned: list[int] = field(default_factory=list)
     enqueues: list[NewAttempt] = field(default_factory=list)
     unheld: list[int] = field(default_factory=list)
     memory: list[tuple[str, int, str | None]] = field(default_factory=list)

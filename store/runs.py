@@ -412,6 +412,12 @@ def request_cancel(tx: Connection, run_id: str, *, reason: str, actor: str, now:
     return True, run.state
 
 
+def cancel_reason(tx: Connection, run_id: str) -> str | None:
+    """What whoever asked for the cancellation has said, or None."""
+    row = tx.execute("SELECT cancel_reason FROM runs WHERE run_id = ?", (run_id,)).fetchone()
+    return row[0] if row else None
+
+
 def request_pause(tx: Connection, run_id: str, *, reason: str, actor: str, now: int) -> tuple[str, str | None]:
     """Ask that a run pause: what runs finishes, nothing new starts. Returns (state, reason of the state).
 
@@ -420,7 +426,11 @@ def request_pause(tx: Connection, run_id: str, *, reason: str, actor: str, now: 
     """
     run = get(tx, run_id)
     if run.ended_at is not None:
-        raise AlreadyTerminal(f"{run_id} has ended already: {run.state}", run_id=run_id)
+        raise AlreadyTerminal(
+            f"{run_id} has ended already: {run.state}; there is nothing to pause",
+            remedy=f"`agentctl inspect {run_id}` shows what happened",
+            run_id=run_id,
+        )
     if run.cancel_requested_at is not None:
         raise ConflictError(f"{run_id} is being cancelled", run_id=run_id)
     if run.pause_requested_at is not None:

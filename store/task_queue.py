@@ -248,11 +248,6 @@ def claimed_positions(tx: Connection, run_id: str, first_task: int) -> set[int]:
     }
 
 
-def runs_with_finished(tx: Connection) -> list[str]:
-    """Runs that have results to commit."""
-    return [row[0] for row in tx.execute("SELECT DISTINCT run_id FROM attempts WHERE queue = 'finished'")]
-
-
 def claims_of(tx: Connection, holders: Iterable[str]) -> list[tuple[int, int, str, str, int]]:
     """(attempt, delivery, holder, run, lease end) of everything that these processes hold."""
     found: list[tuple[int, int, str, str, int]] = []
@@ -325,15 +320,20 @@ def rescue(
         "SELECT COUNT(*) FROM effects WHERE attempt_id = ? AND status = 'succeeded'", (attempt_id,)
     ).fetchone()
     confirmed_count = int(confirmed[0]) if confirmed else 0
-    for effect_id, effect_class, idempotency in started:
-        if may_repeat(effect_class, idempotency) and not holder_may_live:
-            events.append(effects.back_to_requested(tx, effect_id, task_id, events, reason=why, now=now))
-        else:
-            holder = row[6] if holder_may_live else None
-            events.append(effects.mark_uncertain(tx, effect_id, task_id, reason=why, holder=holder, now=now))
-            blocked = effect_id
     if confirmed_count <= lost_effects:
         lost += 1
+    for effect_id, effect_class, idempotency in started:
+        repeatable = may_repeat(effect_class, idempotency) and not holder_may_live
+        if repeatable and lost < max_deliveries:
+            events.append(effects.back_to_requested(tx, effect_id, task_id, events, reason=why, now=now))
+            continue
+        holder = row[6] if holder_may_live else None
+        events.append(effects.mark_uncertain(tx, effect_id, task_id, reason=why, holder=holder, now=now))
+        if repeatable:
+            # Nobody sends it again: that it was sent and never confirmed is the last that is known of it.
+            effects.supersede(tx, run_id, [effect_id], events, now=now)
+        else:
+            blocked = effect_id
     if blocked is not None:
         outcome = "uncertain"
         error = canonical(

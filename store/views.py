@@ -83,7 +83,10 @@ class Views:
             }
 
     def outcome(self, run_id: str) -> dict[str, Any]:
-        """RunOutcome: `runId, traceId, state, reason, output, error`."""
+        """RunOutcome: `runId, traceId, state, reason, cancelReason, output, error`.
+
+        `cancelReason` is what whoever asked for the cancellation has said, else null.
+        """
         with self._database.read() as tx:
             run = runs.get(tx, run_id)
             output = runs.output(tx, run_id)
@@ -92,9 +95,14 @@ class Views:
                 "traceId": run.trace_id,
                 "state": run.state,
                 "reason": run.reason,
+                "cancelReason": runs.cancel_reason(tx, run_id),
                 "output": _value(output),
                 "error": _value(run.error_json),
             }
+
+    def now(self) -> int:
+        """The time to which what is shown refers (epoch ms)."""
+        return self._clock.now()
 
     def state(self, run_id: str) -> str:
         """The state of a run alone; what a waiting command asks again and again."""
@@ -403,9 +411,11 @@ def _status(tx: Connection, run: Run, *, now: int) -> dict[str, Any]:
         "priority": run.priority,
         "deadlineAt": run.deadline_at,
         "cancelRequestedAt": run.cancel_requested_at,
+        "cancelReason": runs.cancel_reason(tx, run.run_id),
         "pauseRequestedAt": run.pause_requested_at,
         "driver": driver,
-        "running": _running_tasks(tx, run.run_id, limit=MAX_WAITING),
+        "running": _with_liveness(tx, _running_tasks(tx, run.run_id, limit=MAX_WAITING)),
+        "unrecorded": _unrecorded(tx, run, limit=MAX_WAITING),
         "waiting": waiting,
         "waitingCount": waiting_count if run.ended_at is None else 0,
         "pendingApprovals": _approvals(tx, run.run_id, pending=True, limit=MAX_WAITING),
@@ -446,6 +456,30 @@ def _running_tasks(tx: Connection, run_id: str, *, limit: int) -> list[dict[str,
             "WHERE queue = 'claimed' AND run_id = ? "
             "ORDER BY claimed_at, attempt_id LIMIT ?",
             (run_id, limit),
+        )
+    ]
+
+
+def _with_liveness(tx: Connection, running: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The same with `workerLiveness`: what a dead worker holds does not go on until somebody rescues it."""
+    known: dict[str, str] = {}
+    for task in running:
+        holder = task["workerId"]
+        if holder not in known:
+            row = processes.get(tx, holder)
+            known[holder] = Liveness.DEAD.value if row is None or row.stopped_at is not None else _liveness(row).value
+        task["workerLiveness"] = known[holder]
+    return running
+
+
+def _unrecorded(tx: Connection, run: Run, *, limit: int) -> list[dict[str, Any]]:
+    """Attempts that have ended and whose task says `running` until the driver of the run has committed the result."""
+    return [
+        {"taskId": task_id, "attempt": number, "outcome": outcome, "finishedAt": finished_at}
+        for task_id, number, outcome, finished_at in tx.execute(
+            "SELECT a.task_id, a.number, a.outcome, a.finished_at FROM attempts a JOIN tasks t USING (task_no) "
+            "WHERE a.queue = 'finished' AND a.run_id = ? AND t.state = 'running' ORDER BY a.task_no LIMIT ?",
+            (run.run_id, limit),
         )
     ]
 
@@ -531,16 +565,20 @@ def _waiting(tx: Connection, run: Run, driver: dict[str, Any] | None, now: int) 
         elif state == "pending" and task_id in unmet:
             why, detail = unmet[task_id]
         elif paused:
-            why, detail = "paused", "the run is paused; `agentctl resume` lets it go on"
+            why, detail = "paused", f"the run is paused; `agentctl resume {run.run_id}` lets it go on"
         elif not driven:
             why = "no_driver"
             detail = "no living process drives the run" if driver is not None else "nobody drives the run yet"
         elif state == "ready":
             why, detail = _ready_reason(holds.get(task_no) == "budget", *workers)
         else:
-            why, detail = "place", f"at most {run.max_concurrency} tasks of the run go on at once"
+            why, detail = "place", _places(run.max_concurrency)
         found.append({"taskId": task_id, "why": why, "detail": detail})
     return found
+
+
+def _places(limit: int) -> str:
+    return f"at most {limit} tasks of the run go on at once" if limit > 1 else "its tasks go on one at a time"
 
 
 def _ready_reason(held: bool, serving: int, idle: int) -> tuple[str, str]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import signal
 import time
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ from typing import Any
 import pytest
 from support.children import wait_until
 from support.field import Field, bound
+from support.scale import repeats
 
 
 @pytest.fixture
@@ -120,6 +122,44 @@ def test_answers_do_not_pass_the_limit_of_places(field: Field) -> None:
     field.check_clean_end(drained=[pool])
 
 
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_two_shells_that_answer_at_one_instant_make_one_decision(field: Field) -> None:
+    """One approves and one rejects; whoever comes second is told who was first, and exit 5."""
+    rounds = repeats(50, at_least=5)
+    file = field.workflow("gate", [field.tick_fan("a", rounds, idempotent=False, failure="continue")], **GATED)
+    run_id = field.json("run", file).data["runId"]
+    questions = pending(field, run_id)
+    assert len(questions) == rounds
+    first: Counter[str] = Counter()
+    for number, approval in enumerate(questions):
+        order = ("approve", "reject") if number % 2 else ("reject", "approve")
+        shells = {
+            verb: field.start("approvals", verb, approval, "--actor", f"{verb}r", "--output", "json") for verb in order
+        }
+        results = {verb: shell.wait() for verb, shell in shells.items()}
+        [winner] = [verb for verb, result in results.items() if result.code == 0]
+        [loser] = [verb for verb in order if verb != winner]
+        word = {"approve": "approved", "reject": "rejected"}[winner]
+        assert results[winner].data == {"approvalId": approval, "status": word, "runId": run_id}
+        assert results[loser].code == 5
+        assert (results[loser].error["code"], results[loser].error["runId"]) == ("conflict", run_id)
+        assert f"{word} by {winner}r" in results[loser].error["message"]
+        decided = field.rows("SELECT status, resolved_by FROM approvals WHERE approval_id = ?", approval)
+        assert decided == [(word, f"{winner}r")]
+        events = field.rows(
+            "SELECT event_type FROM audit_events WHERE event_type LIKE 'approval.%' "
+            "AND json_extract(payload_json, '$.approvalId') = ? ORDER BY sequence",
+            approval,
+        )
+        assert events == [("approval.requested",), (f"approval.{word}",)]
+        first[winner] += 1
+    print(f"decided first: {dict(first)}")  # noqa: T201
+    assert field.json("resume", run_id).code == (4 if first["reject"] else 0)
+    assert len(field.lines()) == first["approve"]
+    field.check_clean_end()
+
+
 # -- reconciliation ----------------------------------------------------------------------------------------------
 
 
@@ -197,6 +237,27 @@ def test_the_policy_of_the_run_decides_who_may_reconcile(field: Field) -> None:
     # A fresh attempt is a fresh action: it asks again.
     assert field.json("resume", run_id).data["reason"] == "approval_required"
     assert len(field.lines()) == 1
+
+
+@pytest.mark.parametrize(
+    ("lists", "allowed"),
+    [
+        ({"toolsAllow": ["process.exec"]}, True),
+        ({"toolsDeny": ["filesystem.write"]}, True),
+        ({"toolsDeny": ["builtin.shell.exec"]}, False),
+    ],
+    ids=["allowed", "another denied", "denied"],
+)
+def test_what_was_allowed_by_its_policy_name_can_be_reconciled(
+    field: Field, lists: dict[str, list[str]], allowed: bool
+) -> None:
+    """`toolsAllow` names `process.exec`, not the operation; a denial of the operation cannot be overridden."""
+    _, effect = uncertain(field, policy={"approval": "never", "processAllowlist": ["tick"], **lists})
+    answer = said(field, effect, "--status", "not-applied", "--approved")
+    if allowed:
+        assert answer.code == 0, answer.err
+    else:
+        assert (answer.code, answer.error["code"]) == (3, "blocked")
 
 
 def test_what_is_in_flight_or_confirmed_cannot_be_called_unclear(field: Field) -> None:

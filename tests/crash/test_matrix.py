@@ -35,8 +35,11 @@ WORKER_POINTS = (
 IN_DOUBT = ("after_effect_start", "after_effect_result", "before_finish")
 DRIVER_POINTS = ("before_commit", "after_commit", "before_run_end")
 RESCUE_POINTS = ("before_rescue", "after_rescue")
+DECISION_POINTS = ("before_decision", "after_decision")
+"""Those of approvals have a matrix of their own."""
 ACTIONS = ("kill", "parent", "stop")
-CLASSES = ("idempotent", "unknown")
+REPEATABLE = ("pure", "idempotent", "keyed")
+CLASSES = (*REPEATABLE, "at_most_once", "unknown")
 
 LEASE, HEARTBEAT = 1.0, 0.2
 SHORT = {"AGENTCTL_LEASE_SECONDS": str(LEASE), "AGENTCTL_HEARTBEAT_SECONDS": str(HEARTBEAT)}
@@ -147,7 +150,7 @@ class Scene:
         by_line = {name: deliveries.get(task, 0) for task, name in self.tasks().items()}
         assert all(count <= by_line[name] for name, count in lines.items()), (lines, deliveries)
         doubtful = site.uncertain(run_id)
-        if self.idempotency == "unknown":
+        if self.idempotency not in REPEATABLE:
             assert set(lines.values()) <= {1}, lines
         if not in_doubt:
             assert doubtful == []
@@ -230,7 +233,7 @@ def selection(cases: list[Case], each: int, first: int = 0) -> list[Any]:
 
 
 def test_the_matrix_has_every_point() -> None:
-    assert {*WORKER_POINTS, *DRIVER_POINTS, *RESCUE_POINTS, "after_create_run"} == set(POINTS)
+    assert {*WORKER_POINTS, *DRIVER_POINTS, *RESCUE_POINTS, *DECISION_POINTS, "after_create_run"} == set(POINTS)
 
 
 # -- workers -----------------------------------------------------------------------------------------------------------
@@ -238,7 +241,7 @@ def test_the_matrix_has_every_point() -> None:
 WORKER_CASES = [Case(p, a, c) for a in ACTIONS for c in CLASSES for p in WORKER_POINTS]
 
 
-@pytest.mark.parametrize("case", selection(WORKER_CASES, 5))
+@pytest.mark.parametrize("case", selection(WORKER_CASES, 7))
 def test_a_worker_of_a_pool(scene: Callable[..., Scene], undisturbed: Picture, case: Case) -> None:
     this = scene(case.idempotency, **(SHORT if case.action == "stop" else {}))
     this.start_pool(this.fault(case.point, case.action))
@@ -246,8 +249,14 @@ def test_a_worker_of_a_pool(scene: Callable[..., Scene], undisturbed: Picture, c
     run_id = this.site.submit(this.file)
     this.wait_for_strike()
     this.wait_for_end(run_id, GRACE if case.action == "stop" else AT_ONCE)
-    in_doubt = case.idempotency == "unknown" and case.point in IN_DOUBT
+    repeatable = case.idempotency in REPEATABLE
+    in_doubt = not repeatable and case.point in IN_DOUBT
     this.judge(run_id, undisturbed, in_doubt=in_doubt, done=0 if case.point == "after_effect_start" else 1)
+    if case.point in IN_DOUBT:
+        # The effect of the dead worker, as the seed demands: the same one is sent again, or it is never sent again.
+        sent = rows(this.site.store, "SELECT status, dispatches FROM effects WHERE operation = 'builtin.shell.exec'")
+        assert Counter(sent)["succeeded", 2] + Counter(sent)["uncertain", 1] == 1, sent
+        assert Counter(sent)["uncertain", 1] == in_doubt
     this.leave()
 
 
@@ -416,7 +425,7 @@ def test_a_foreground_run_that_has_just_begun(scene: Callable[..., Scene], undis
 RESCUE_CASES = [Case(p, a, c) for a in ACTIONS for c in CLASSES for p in RESCUE_POINTS]
 
 
-@pytest.mark.parametrize("case", selection(RESCUE_CASES, 5))
+@pytest.mark.parametrize("case", selection(RESCUE_CASES, 7))
 def test_whoever_rescues(scene: Callable[..., Scene], undisturbed: Picture, case: Case) -> None:
     """A worker is killed while its command runs, and then the process that settles what it has left behind."""
     this = scene(case.idempotency, **(SHORT if case.action == "stop" else {}))
@@ -433,5 +442,5 @@ def test_whoever_rescues(scene: Callable[..., Scene], undisturbed: Picture, case
     struck_at = CLOCK.monotonic()
     this.wait_for_end(run_id, GRACE if case.action == "stop" else AT_ONCE)
     assert CLOCK.monotonic() - struck_at < GRACE * time_factor() + AT_ONCE
-    this.judge(run_id, undisturbed, in_doubt=case.idempotency == "unknown", done=0)
+    this.judge(run_id, undisturbed, in_doubt=case.idempotency not in REPEATABLE, done=0)
     this.leave()

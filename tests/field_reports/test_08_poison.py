@@ -35,7 +35,7 @@ def test_a_task_that_kills_its_worker_ends_after_three_deliveries(field: Field) 
     pool = field.pool(4)
     run_id = field.submit(_poison(field, "idempotent"))
     outcome = field.json("wait", run_id, limit=120)
-    assert (outcome.code, outcome.data["state"]) == (4, "failed")
+    assert (outcome.code, outcome.data["state"], outcome.data["reason"]) == (4, "failed", "worker_lost")
     assert field.labels().count("bad") == 3
     tasks = field.tasks(run_id)
     assert tasks.pop("bad") == ("failed", 1, 3)
@@ -44,6 +44,11 @@ def test_a_task_that_kills_its_worker_ends_after_three_deliveries(field: Field) 
     inspected = field.json("inspect", run_id).data
     [bad] = [task for task in inspected["tasks"] if task["taskId"] == "bad"]
     assert bad["error"]["code"] == "worker_lost"
+    sent = "SELECT status, dispatches, superseded FROM effects WHERE task_id = 'bad'"
+    assert field.rows(sent) == [("uncertain", 3, 1)], "sent three times, never confirmed, and nobody is asked about it"
+    assert field.json("effects", "list", "--uncertain").data["effects"] == []
+    assert {line.effect for line in field.lines() if line.label == "bad"} == {inspected["effects"][0]["request"]["id"]}
+    assert field.json("status", run_id).data["uncertainEffects"] == []
     workers = field.json("workers", "list").data["workers"]
     assert sum(worker["state"] == "dead" for worker in workers) == 3
     assert len(workers) <= 4 + 3

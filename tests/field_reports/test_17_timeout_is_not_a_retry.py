@@ -7,6 +7,7 @@ https://github.com/matthiasn/lotti/pull/4338
 from __future__ import annotations
 
 import pytest
+from support.children import wait_until
 from support.field import Field
 
 RETRY = {"maxAttempts": 3, "backoffMs": 10}
@@ -59,4 +60,24 @@ def test_a_program_that_is_not_there_was_not_sent(field: Field) -> None:
     assert (result.code, result.data["error"]["code"]) == (4, "command_not_found")
     assert field.rows("SELECT status FROM effects") == [("failed",)]
     assert field.rows("SELECT used, reserved FROM budget_lines") == [(0, 0)]
+    field.check_clean_end()
+
+
+def test_what_could_not_be_sent_is_tried_again_and_charged_once(field: Field) -> None:
+    """A program that cannot be started for lack of memory or processes: refused twice, then it runs (case d)."""
+    budgets = {"budgets": {"maxProcessOutputBytes": 4 << 20}}
+    retry = {"maxAttempts": 3, "backoffMs": 300}
+    busy = field.tool("busy", '#!/bin/sh\necho "$AGENTCTL_EFFECT_ID a 0" >> "$1"\n')
+    action = {"kind": "builtin.shell.exec", "command": str(busy), "idempotency": "at_most_once"}
+    task = {"id": "a", "uses": "action:x", "retry": retry, "with": {"args": [str(field.ledger)]}}
+    file = field.workflow("x", [task], actions={"x": action}, programs=["busy"], runtime=budgets)
+    with open(busy, "ab"):  # a program that somebody writes cannot be executed: ETXTBSY
+        started = field.start("run", file, "--output", "json")
+        wait_until(lambda: len(field.rows("SELECT 1 FROM effects WHERE status = 'failed'")) == 2, "refused twice")
+    result = started.wait()
+    assert result.code == 0, result.err
+    assert field.labels() == ["a"]
+    sent = field.rows("SELECT attempt, status FROM effects ORDER BY attempt")
+    assert sent == [(1, "failed"), (2, "failed"), (3, "succeeded")]
+    assert field.rows("SELECT used, reserved FROM budget_lines WHERE limit_units IS NOT NULL") == [(0, 0)]
     field.check_clean_end()

@@ -128,7 +128,7 @@ def test_results_become_history_in_compiled_order(store: Store, driver: Driver) 
     driver.commit()
     outputs = store.task_outputs(driver.run, [0, 1, 2, 3, 4])
     assert {position: text for position, (text, _) in outputs.items()} == {n: f'"t{n}"' for n in range(5)}
-    assert store.runs_with_finished() == []
+    assert store.finished_attempts(driver.run) == ([], False)
     check_chains(store)
 
 

@@ -187,3 +187,29 @@ def test_more_used_than_held_is_shown_and_stops_what_follows(store: Store) -> No
     Hand(store, first.fence.holder).finish(first, effect=EffectEnd(request.effect_id, "succeeded", usage={"turns": 6}))
     assert ledger_line(store, "turns") == (4, 6, 0)
     assert isinstance(start(store, second, {"turns": 1})[1], StartRefused)
+
+
+def test_what_is_in_flight_may_pass_the_limit_and_nothing_after_it_is_known(store: Store) -> None:
+    """Three of four are under way when the first turns out to have used thrice what it held (field report 16)."""
+    *busy, late = begin(store, {"turns": 4}, tasks=4)
+    requests = [start(store, claim, {"turns": 1})[0] for claim in busy]
+    limit = 4
+    for number, (claim, request) in enumerate(zip(busy, requests, strict=True), 1):
+        end = EffectEnd(request.effect_id, "succeeded", result_json='"done"', usage={"turns": 3})
+        Hand(store, claim.fence.holder).finish(claim, effect=end)
+        assert ledger_line(store, "turns") == (limit, 3 * number, len(busy) - number)
+        # It has happened, and is recorded so; its task fails as soon as it has passed the limit.
+        assert effect(store, request.effect_id)["status"] == "succeeded"
+        row = attempt(store, claim.fence.attempt_id)
+        over = 3 * number > limit
+        assert row["outcome"] == ("failed" if over else "succeeded")
+        assert ("budget_exceeded" in (row["error_json"] or "")) is over
+    answer = start(store, late, {"turns": 1})[1]
+    assert isinstance(answer, StartRefused)
+    assert answer.reason == "budget"
+    found = [json.loads(text) for (text,) in rows(
+        store, "SELECT payload_json FROM audit_events WHERE event_type = 'budget.reconciled_exceeded' ORDER BY sequence"
+    )]  # fmt: skip
+    assert [item["attempted"] for item in found] == [6, 9]
+    kept = json.loads(scalar(store, "SELECT exceeded_json FROM run_budgets"))
+    assert kept == {"dimension": "turns", "limit": 4, "attempted": 6}, "the first one stays"

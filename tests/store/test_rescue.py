@@ -11,7 +11,7 @@ from agentctl.store.records import Claim, EffectEnd, RecordedEffect, StartedEffe
 from agentctl.store.states import REPEATABLE_CLASSES, REPEATABLE_IDEMPOTENCY, may_repeat
 from support.builders import Driver, Hand, effect_request, new_run, open_store, process_row
 from support.clock import ManualClock
-from support.rows import attempt, check_chains, effect, everything, rows, task_state
+from support.rows import attempt, check_chains, effect, everything, ledger_line, rows, task_state
 
 IDEMPOTENCY = ("pure", "idempotent", "keyed", "at_most_once", "unknown")
 CLASSES = (
@@ -166,6 +166,52 @@ def test_a_task_that_kills_its_worker_comes_to_an_end(store: Store, bound: int) 
     assert done.error_json is not None
     assert '"worker_lost"' in done.error_json
     assert task_state(store, 0) == "failed"
+
+
+def test_what_a_lost_task_had_sent_is_uncertain_and_blocks_nobody(store: Store) -> None:
+    """It may be repeated, but nobody does any more: the last dispatch is charged like the earlier ones."""
+    driver, claim = claimed(store, max_deliveries=2, budget_limits={"toolCalls": 9})
+    request = effect_request(claim, idempotency="idempotent", estimate={"toolCalls": 1})
+    Hand(store).start(claim, request)
+    assert lose(store, claim) == ["ready"]
+    assert effect(store, request.effect_id)["status"] == "requested"
+    claim = Hand(store, "worker-2").take()
+    Hand(store, "worker-2").start(claim, request)
+    assert lose(store, claim) == ["worker_lost"]
+    row = effect(store, request.effect_id)
+    assert (row["status"], row["dispatches"], row["superseded"], row["confirmed"]) == ("uncertain", 2, 1, 0)
+    assert row["completed_at"] is not None
+    assert ledger_line(store, "toolCalls") == (9, 2, 0)
+    driver.commit()
+    assert task_state(store, 0) == "failed"
+    driver.end("failed", "task_failed")
+
+
+def test_what_a_lost_task_had_only_requested_is_cancelled(store: Store) -> None:
+    driver, claim = claimed(store, max_deliveries=1)
+    request = effect_request(claim)
+    hand = Hand(store)
+    hand.start(claim, request)
+    store.release(claim, effect=EffectEnd(request.effect_id, "requested"), reason="drain")
+    assert lose(store, hand.take()) == ["worker_lost"]
+    driver.commit()
+    row = effect(store, request.effect_id)
+    assert (row["status"], row["dispatches"]) == ("cancelled", 0)
+    told = rows(store, "SELECT payload_json FROM audit_events WHERE event_type = 'effect.cancelled'")
+    assert [request.effect_id in payload for (payload,) in told] == [True]
+
+
+@pytest.mark.parametrize(("code", "status"), [("not_found", "cancelled"), ("budget_exceeded", "requested")])
+def test_what_a_failed_attempt_had_only_requested_is_cancelled(store: Store, code: str, status: str) -> None:
+    """But for a denial, which leaves its effect `requested` (contract 6)."""
+    driver, claim = claimed(store)
+    request = effect_request(claim)
+    hand = Hand(store)
+    hand.start(claim, request)
+    store.release(claim, effect=EffectEnd(request.effect_id, "requested"), reason="drain")
+    hand.finish(hand.take(), "failed", code=code)
+    driver.commit()
+    assert effect(store, request.effect_id)["status"] == status
 
 
 def test_deliveries_that_confirmed_a_new_effect_do_not_count(store: Store) -> None:

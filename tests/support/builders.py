@@ -221,6 +221,8 @@ class Driver:
             batch.changes.append([done.position, "waiting_for_effect", done.number, None, "uncertain_effect"])
             return
         batch.closed.append(done.attempt_id)
+        if done.outcome != "succeeded" and "budget_exceeded" not in (done.error_json or ""):
+            batch.abandoned.append(done.attempt_id)
         if done.outcome == "failed" and retry and not rejected(done):
             batch.waits.append(("retry_scheduled", self.store.clock.now() + 1000, done.error_json, done.position))
             batch.changes.append([done.position, "retry_scheduled", done.number, None, "failed"])

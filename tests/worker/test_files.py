@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 from agentctl.store.canonical import canonical, effect_id, input_digest
 from agentctl.store.errors import TaskFault
-from agentctl.store.policy import Policy
+from agentctl.store.policy import Policy, policy_name_of
 from agentctl.worker.effects import (
     Done,
     EffectContext,
@@ -71,6 +71,7 @@ def work(base: Path, kind: str, given: dict[str, Any], **overrides: Any) -> Work
 def planned(wanted: Work) -> EffectPlan:
     made = prepare(wanted)
     assert isinstance(made, EffectPlan)
+    assert made.policy_name == policy_name_of(made.operation)
     return made
 
 

@@ -16,7 +16,7 @@ from uuid import uuid4
 import pytest
 from agentctl.store.canonical import canonical, input_digest
 from agentctl.store.errors import TaskFault
-from agentctl.store.policy import Policy
+from agentctl.store.policy import Policy, policy_name_of
 from agentctl.store.process_identity import find_marked, kill_marked
 from agentctl.worker.effects import EffectContext, EffectOutcome, EffectPlan, Work, prepare, process
 from agentctl.worker.effects.shell import CHILD_PATH, WITHHELD
@@ -99,6 +99,7 @@ def work(base: Path, action: dict[str, Any], given: dict[str, Any] | None = None
 def planned(wanted: Work) -> EffectPlan:
     made = prepare(wanted)
     assert isinstance(made, EffectPlan)
+    assert made.policy_name == policy_name_of(made.operation)
     canonical(made.input)
     canonical(made.expected_effect)
     return made
