@@ -177,6 +177,7 @@ _VERBS: dict[str, tuple[str, str, str]] = {
     "events": ("show", "events", "The audit trail of a run."),
     "approvals": ("control", "approvals", "List and decide what waits for a person."),
     "effects": ("control", "effects", "Show effects; reconcile uncertain ones."),
+    "artifacts": ("artifacts", "artifacts", "List, check, export and collect what runs keep."),
     "runs": ("show", "runs", "List runs."),
     "workers": ("workers", "workers", "Start, list, drain and stop workers."),
     "coordinator": ("workers", "coordinator", "Start a coordinator alone."),

@@ -17,6 +17,9 @@ POINTS = (
     "before_effect_start",
     "after_effect_start",
     "after_effect_result",
+    "after_staging",
+    "after_placing",
+    "after_ingestion",
     "before_finish",
     "after_finish",
     # driver
@@ -27,6 +30,9 @@ POINTS = (
     # rescuer
     "before_rescue",
     "after_rescue",
+    # collector of artifacts
+    "after_quarantine",
+    "after_collection",
 )
 
 

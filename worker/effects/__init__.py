@@ -101,12 +101,35 @@ class EffectOutcome:
 
 
 @dataclass(frozen=True, slots=True)
+class Written:
+    """A file that an effect writes, and its bytes: what is kept is what this effect wrote, whoever writes next."""
+
+    path: str
+    data: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Declared:
+    """Files that a process promises to leave: paths, or globs, below the workspace or absolute (contract row 11).
+
+    `workspace` and `roots` (the writable ones) are resolved.
+    """
+
+    patterns: tuple[str, ...]
+    workspace: str
+    roots: tuple[str, ...]
+
+
+Keeps: TypeAlias = Written | Declared
+
+
+@dataclass(frozen=True, slots=True)
 class EffectPlan:
     """An effect that is ready to be requested.
 
     `input` is what is recorded and digested for the effect's identity (contract 3 and 5.1).
     `expected_effect` is recorded with the request and shown to who approves. `estimate` is reserved before
-    the start, in budget units.
+    the start, in budget units. `keeps` is what becomes artifacts when it has succeeded.
     """
 
     operation: str
@@ -118,6 +141,7 @@ class EffectPlan:
     expected_effect: dict[str, Any]
     estimate: dict[str, int]
     execute: Callable[[EffectContext], EffectOutcome]
+    keeps: Keeps | None = None
 
 
 @dataclass(frozen=True, slots=True)
