@@ -13,7 +13,7 @@ from agentctl.store.engine import Store
 from agentctl.store.faults import Faults
 from agentctl.store.records import NewRun
 
-from .plan import Plan
+from .plan import Plan, keeps_artifacts
 
 if TYPE_CHECKING:
     from .definition import LoadedDocument
@@ -74,6 +74,7 @@ def submit(
         "policy": plan.policy,
         "showDiff": plan.show_diff,
         "interactive": interactive,
+        "keepsArtifacts": keeps_artifacts(plan),
     }
     new = NewRun(
         run_id=ids.new_id("run"),
