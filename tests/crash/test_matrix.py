@@ -29,12 +29,16 @@ WORKER_POINTS = (
     "before_effect_start",
     "after_effect_start",
     "after_effect_result",
+    "after_staging",
+    "after_placing",
+    "after_ingestion",
     "before_finish",
     "after_finish",
 )
 IN_DOUBT = ("after_effect_start", "after_effect_result", "before_finish")
 DRIVER_POINTS = ("before_commit", "after_commit", "before_run_end")
 RESCUE_POINTS = ("before_rescue", "after_rescue")
+COLLECTOR_POINTS = ("after_quarantine", "after_collection")
 ACTIONS = ("kill", "parent", "stop")
 CLASSES = ("idempotent", "unknown")
 
@@ -165,6 +169,7 @@ class Scene:
             assert {picture.tasks[name][0] for name in ("append", "last", "count")} == {"pending"}
             assert picture.memory == {"colour": "red", "count": 0}
             assert set(lines) - {self.tasks()[task]} == set(ITEMS) - {self.tasks()[task]}
+        assert site.artifacts(run_id) == {("keep", "out/kept.txt"): b"kept\n"}
         assert (site.folder / "out" / "kept.txt").read_text(encoding="utf-8") == "kept\n"
         assert [path.name for path in (site.folder / "out").iterdir()] == ["kept.txt"]
 
@@ -230,7 +235,8 @@ def selection(cases: list[Case], each: int, first: int = 0) -> list[Any]:
 
 
 def test_the_matrix_has_every_point() -> None:
-    assert {*WORKER_POINTS, *DRIVER_POINTS, *RESCUE_POINTS, "after_create_run"} == set(POINTS)
+    named = {*WORKER_POINTS, *DRIVER_POINTS, *RESCUE_POINTS, *COLLECTOR_POINTS, "after_create_run"}
+    assert named == set(POINTS)
 
 
 # -- workers -----------------------------------------------------------------------------------------------------------
