@@ -178,6 +178,8 @@ _VERBS: dict[str, tuple[str, str, str]] = {
     "approvals": ("control", "approvals", "List and decide what waits for a person."),
     "effects": ("control", "effects", "Show effects; reconcile uncertain ones."),
     "artifacts": ("artifacts", "artifacts", "List, check, export and collect what runs keep."),
+    "db": ("care", "db", "Look after the database: stats, verify, backup, restore, migrate."),
+    "gc": ("care", "gc", "Remove old runs, and give the space back."),
     "runs": ("show", "runs", "List runs."),
     "workers": ("workers", "workers", "Start, list, drain and stop workers."),
     "coordinator": ("workers", "coordinator", "Start a coordinator alone."),

@@ -9,6 +9,7 @@ Wherever it dies, the next opening of the store finishes it: a file in the trash
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -36,19 +37,19 @@ class Collector:
         self._clock = clock
         self._faults = faults
 
-    def collect(self, *, older_than_ms: int, dry_run: bool) -> dict[str, Any]:
+    def collect(self, *, older_than_ms: int, dry_run: bool, without_runs: Sequence[str] = ()) -> dict[str, Any]:
         """Remove what nothing needs and what is older than that.
 
         The report of contract 8: `{considered, removed, reclaimedBytes, temporaryFilesConsidered,
         temporaryFilesRemoved}`; a dry run removes nothing, and its `reclaimedBytes` is what would come back. Removal is
-        durable when it returns. One collection at a time; raises `ConflictError` when another one, or a backup, goes
-        on for a minute.
+        durable when it returns. `without_runs`: what a dry run is to believe gone. One collection at a time; raises
+        `ConflictError` when another one, or a backup, goes on for a minute.
         """
         if not self._blobs.root.is_dir():
             return _report(0, [], 0, 0, 0)
         with self._blobs.locked(".collect.lock"):
             cutoff = self._clock.now() - older_than_ms
-            rows = self._candidates(cutoff)
+            rows = self._candidates(cutoff, without_runs)
             strays = self._untracked(cutoff)
             temporary = self._old_temporary(cutoff)
             considered = len(rows) + len(strays)
@@ -68,13 +69,20 @@ class Collector:
 
     # -- choosing --------------------------------------------------------------------------------------------------
 
-    def _candidates(self, cutoff: int) -> list[tuple[str, int]]:
+    def _candidates(self, cutoff: int, without_runs: Sequence[str]) -> list[tuple[str, int]]:
+        needed = PROTECTED
+        values: list[Any] = [cutoff]
+        if without_runs:
+            needed = PROTECTED.replace(
+                "r.digest = b.digest", "r.digest = b.digest AND r.run_id NOT IN (SELECT value FROM json_each(?))"
+            )
+            values.append(json.dumps(list(without_runs)))
         with self._database.read() as tx:
             return all_rows(
                 tx.execute(
                     "SELECT b.digest, b.size_bytes FROM artifact_blobs b "  # noqa: S608
-                    f"WHERE b.created_at <= ? AND NOT ({PROTECTED}) ORDER BY b.digest",
-                    (cutoff, self._clock.now()),
+                    f"WHERE b.created_at <= ? AND NOT ({needed}) ORDER BY b.digest",
+                    (*values, self._clock.now()),
                 )
             )
 

@@ -30,6 +30,27 @@ def refuse_newer(version: int, path: Path) -> None:
         )
 
 
+def version_of(path: Path) -> int:
+    """The schema that a database has, seen in its header without any lock. Raises what opening it would raise."""
+    from urllib.parse import quote
+
+    import apsw
+
+    from .database import translate
+
+    try:
+        connection = apsw.Connection(
+            f"file:{quote(str(path.absolute()))}?immutable=1", flags=apsw.SQLITE_OPEN_READONLY | apsw.SQLITE_OPEN_URI
+        )
+        try:
+            row = connection.execute("PRAGMA user_version").fetchone()
+        finally:
+            connection.close()
+    except apsw.Error as error:
+        raise translate(error, path) from error
+    return int(row[0]) if row else 0
+
+
 def script(number: int) -> str:
     """The SQL of migration `number`."""
     prefix = f"{number:04d}_"

@@ -8,6 +8,7 @@ import os
 import stat
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from agentctl.store import process_identity
@@ -323,8 +324,8 @@ def test_old_content_that_is_made_again_survives_a_collection_that_has_chosen_it
     claim = hand.take()
     choose = collection.Collector._candidates
 
-    def choose_and_wait(collector: collection.Collector, cutoff: int) -> list[tuple[str, int]]:
-        chosen = choose(collector, cutoff)
+    def choose_and_wait(collector: collection.Collector, *rest: Any) -> list[tuple[str, int]]:
+        chosen = choose(collector, *rest)
         ingest(store, claim, {"x": b"hello"})
         return chosen
 
