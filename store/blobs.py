@@ -349,10 +349,13 @@ def write_atomically(target: Path, fill: Callable[[int], None], *, overwrite: bo
             fill(descriptor)
             os.fsync(descriptor)
             source = temporary if named else f"/proc/self/fd/{descriptor}"
-            if not overwrite:
+            try:
                 os.link(source, target.name, src_dir_fd=folder, dst_dir_fd=folder, follow_symlinks=not named)
-            else:
+            except FileExistsError:
+                if not overwrite:
+                    raise
                 if not named:
+                    # Only a name can take the place of another; this one is there for a moment, with all its bytes.
                     os.link(source, temporary, src_dir_fd=folder, dst_dir_fd=folder)
                     named = True
                 os.rename(temporary, target.name, src_dir_fd=folder, dst_dir_fd=folder)
