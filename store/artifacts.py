@@ -169,13 +169,15 @@ class Artifacts:
             trashed = self.blobs.trashed()
             if not trashed:
                 return
-            with self.blobs.locked():
+            with self.blobs.locked(patient=False):
                 for digest in self.blobs.trashed():
                     if self._known(digest):
                         self.blobs.restore(digest)
                     else:
                         self.blobs.purge(digest)
-        except (OSError, ConflictError) as error:
+        except ConflictError:
+            log.info("a collection is under way, or an interrupted one waits for its end until the next opening")
+        except OSError as error:
             log.warning("an interrupted collection of artifacts could not be finished: %s", error)
 
     def _known(self, digest: str) -> bool:

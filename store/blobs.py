@@ -101,8 +101,9 @@ class Blobs:
         self._made = True
 
     @contextmanager
-    def locked(self, name: str = ".lock") -> Iterator[None]:
-        """Hold one of the two locks. Raises `ConflictError` that names the holder when it stays taken for a minute.
+    def locked(self, name: str = ".lock", *, patient: bool = True) -> Iterator[None]:
+        """Hold one of the two locks. Raises `ConflictError` that names the holder when it stays taken for a minute, or
+        at once without patience.
 
         Terminal stops wait meanwhile: who is stopped with the lock would stop everybody.
         """
@@ -114,8 +115,10 @@ class Blobs:
         before = signal.pthread_sigmask(signal.SIG_BLOCK, _STOPS)
         try:
             try:
-                lock.acquire(timeout=LOCK_NOTICE_SECONDS)
+                lock.acquire(timeout=LOCK_NOTICE_SECONDS if patient else 0)
             except Timeout:
+                if not patient:
+                    raise ConflictError(f"{self._holder(path)} {path}") from None
                 log.warning("waiting for %s, which %s", path, self._holder(path))
                 try:
                     lock.acquire(timeout=LOCK_PATIENCE_SECONDS - LOCK_NOTICE_SECONDS)

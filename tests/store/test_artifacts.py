@@ -27,10 +27,13 @@ from agentctl.store.errors import (
 )
 from agentctl.store.faults import Faults
 from agentctl.store.records import AttemptHeld, EffectEnd, StartRefused
+from support.artifact_children import measure_staging
 from support.artifacts import HOUR, assert_sound, collect, digest_of, files_of, ingest, litter, names_in, stage
 from support.builders import Driver, Hand, effect_request, new_run, open_store
+from support.children import SPAWN, Children
 from support.clock import ManualClock
 from support.rows import check_chains, dead_identity, ledger_line, one, rows, scalar
+from support.scale import repeats
 
 HELLO = digest_of(b"hello")
 
@@ -400,8 +403,12 @@ def test_files_of_dead_writers_are_removed_and_those_of_living_ones_never(
 
 
 def test_recovery_leaves_the_lock_to_who_has_it(store: Store, tmp_path: Path, clock: ManualClock) -> None:
+    """Whoever only wants to look waits for nobody; the next opening does it."""
     litter(store, b"x")
     store.artifacts.blobs.quarantine(digest_of(b"x"))
+    with store.artifacts.blobs.locked():
+        open_store(tmp_path, clock).close()
+        assert store.artifacts.blobs.trashed() == [digest_of(b"x")]
     with store.artifacts.blobs.locked(".collect.lock"):
         open_store(tmp_path, clock).close()
     assert_sound(store.artifacts)
@@ -427,6 +434,16 @@ def test_a_file_that_changes_its_size_is_refused(store: Store, tmp_path: Path, b
     with open(tmp_path / "source", "rb") as file, pytest.raises(TaskFault, match="changed its size"):
         store.artifacts.blobs.stage_file(file.fileno(), believed, lambda: False)
     assert store.artifacts.blobs.temporary() == []
+
+
+def test_memory_does_not_grow_with_the_file(tmp_path: Path, children: Children) -> None:
+    size = repeats(1 << 30)
+    with open(tmp_path / "large", "wb") as file:
+        file.truncate(size)
+    ours, theirs = SPAWN.Pipe(duplex=False)
+    children.spawn(measure_staging, str(tmp_path), size, theirs)
+    assert children.join() == [0]
+    assert ours.recv() < 64_000_000
 
 
 def test_a_full_disk_leaves_nothing(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import os
 import random
+import resource
+from multiprocessing.connection import Connection
 from pathlib import Path
 
+from agentctl.store.blobs import Blobs
 from agentctl.store.clock import SystemClock
 from agentctl.store.engine import Store
 
@@ -59,3 +62,11 @@ def collect_at(database: str, point: str) -> None:
     """A collection that dies at a crash point."""
     store = Store(Path(database), SystemClock())
     collect(store, fault=point)
+
+
+def measure_staging(folder: str, size: int, out: Connection) -> None:
+    """Copy a file into a store; tell the most memory in bytes that was ever resident."""
+    blobs = Blobs(Path(folder) / "agentctl.db", SystemClock())
+    with open(Path(folder) / "large", "rb") as file:
+        blobs.discard(blobs.stage_file(file.fileno(), size, lambda: False).path)
+    out.send(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024)
