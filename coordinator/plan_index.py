@@ -76,12 +76,12 @@ class PlanIndex:
             data = task.to_json()
             for name in ("id", "vars", "dataVars", "expansion", "position", "memoryAfter"):
                 data.pop(name, None)
-            shared = canonical([data, self.plan.actions.get(task.uses_name)])
+            shared = text_digest(canonical([data, self.plan.actions.get(task.uses_name)]))
             contract = text_digest(canonical(contract_of(task.uses_kind, schema)))
             known = self._shared[key] = (shared, contract)
         child = task.expansion
         own = canonical([task.id, None if child is None else [child.index, child.bindings], task.vars, task.data_vars])
-        return text_digest(f"[{own},{known[0]}]"), known[1]
+        return text_digest(f'[{own},"{known[0]}"]'), known[1]
 
     def contract(self, position: int) -> Callable[[Any], str | None] | None:
         """The check of a task's output schema: returns what is wrong, or None. None if the kind's contract holds."""

@@ -82,10 +82,14 @@ def restore(source: Path, database: Path, clock: Clock) -> dict[str, Any]:
                 remedy=f"take a backup of it: `agentctl db backup DEST --db {file}`",
             )
     database = database.absolute()
-    if database.exists():
-        raise ConflictError(
-            f"there is a database at {database}", remedy="move it away, or give another place with --db PATH"
-        )
+    for companion in ("", "-wal", "-shm", "-journal"):
+        # A log that an earlier database has left would be played into this one.
+        beside = database.with_name(database.name + companion)
+        if os.path.lexists(beside):
+            raise ConflictError(
+                f"there is a database at {database}" if not companion else f"{beside} belongs to an earlier database",
+                remedy="move it away, or give another place with --db PATH",
+            )
     filesystem.require_local(database)
     filesystem.prepare_folder(database.parent)
     temporary = database.with_name(f"{database.name}.restoring-{os.getpid()}")

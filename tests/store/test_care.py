@@ -209,6 +209,11 @@ def test_restore_refuses_what_it_cannot_use(half_done: Store, tmp_path: Path, cl
         restore(good, half_done.path, clock)
     with pytest.raises(NotFoundError, match="no backup"):
         restore(tmp_path, tmp_path / "r.db", clock)
+    for companion in ("-wal", "-shm", "-journal"):
+        (tmp_path / f"r.db{companion}").write_bytes(b"x")
+        with pytest.raises(ConflictError, match="earlier database"):
+            restore(good, tmp_path / "r.db", clock)
+        (tmp_path / f"r.db{companion}").unlink()
     (good / "runtime.db-wal").write_bytes(b"x")
     with pytest.raises(UsageError, match="in use"):
         restore(good, tmp_path / "r.db", clock)
