@@ -1,7 +1,7 @@
 """All verbs of the store: each method is one transaction that may be run again, and shows no handle (architecture 9).
 
 Reading order: `database` (transactions), `runs`, `task_queue`, `effects`, `ledger`, `commits`, `audit`, `processes`,
-`views`. A method that promises something returns only when it is on the disk; the others say so.
+`views`, `artifacts`. A method that promises something returns only when it is on the disk; the others say so.
 """
 
 from __future__ import annotations
