@@ -157,12 +157,16 @@ def _submit(
     check: bool = False,
     diff: bool = False,
 ) -> tuple[Submission, Store]:
+    from agentctl.coordinator.plan import keeps_artifacts
     from agentctl.coordinator.submission import submit as submit_run
     from agentctl.store.clock import SystemIds
 
     document, plan, inputs, base = prepared
     store = open_store(settings, create=True)
     try:
+        if keeps_artifacts(plan):
+            # Told here, where it costs nothing: the worker of a task would find it just before the dispatch.
+            store.artifacts.blobs.require_writable()
         submission = submit_run(
             store,
             document,
@@ -372,6 +376,8 @@ def resume(
                 remedy=f"`agentctl inspect {run_id}` shows what happened",
                 run_id=run_id,
             )
+        if json.loads(store.run_settings(run_id)[0]).get("keepsArtifacts"):
+            store.artifacts.blobs.require_writable()
         store.withdraw_pause(run_id, actor=ACTOR)
         context.exit(_foreground(settings, store, run_id, "resumed", resume=True, workers=workers, timeout=timeout))
 

@@ -74,7 +74,7 @@ _KINDS: dict[str, _Kind] = {
         "process_execution",
         "high",
         _RUN,
-        {"args": "texts", "stdin": "text", "env": "text map", "cwd": "name"},
+        {"args": "texts", "stdin": "text", "env": "text map", "cwd": "name", "artifacts": "texts"},
     ),
 }
 """The kinds that run; every other kind of the contract is refused by name where a task uses it."""
@@ -457,10 +457,19 @@ class _Compiler:
         if action.env:
             hint = "pass plain values in the task's with.env, or let the program read the secret itself"
             self.unsupported("a secret reference in the env of an action", (*path, "env"), hint)
-        if action.artifacts:
-            self.unsupported("artifacts of a process", (*path, "artifacts"))
+        for index, pattern in enumerate(action.artifacts):
+            self.check_artifact(pattern, (*path, "artifacts", index))
         if action.isolation == "container":
             self.unsupported("isolation: container", (*path, "isolation"))
+
+    def check_artifact(self, pattern: str, path: Path) -> None:
+        """A path or glob of `artifacts`, as far as it is literal (contract 11.2)."""
+        if ".." in pattern.split("/"):
+            self.report("policy_denied", f"the path {pattern!r} has a '..' component", path)
+        elif not self.spec.policy.writable_roots:
+            hint = "name the folder that the command writes to"
+            message = "artifacts come from under policy.writableRoots, and there are none"
+            self.report("policy_denied", message, path, help=hint)
 
     def action_defaults(self, source: _Source, ids: set[str]) -> set[Ref]:
         """What the action's own `with` reads, as far as the task does not override it."""
@@ -532,7 +541,9 @@ class _Compiler:
                 self.report("schema_violation", f"{name} must be a list of texts", path)
                 return
             for index, item in enumerate(value):
-                self.check_text(item, (*path, index), f"{name}[{index}]")
+                self.check_text(item, (*path, index), f"{name}[{index}]", may_be_empty=name != "artifacts")
+                if name == "artifacts" and type(item) is str and item:
+                    self.check_artifact(item, (*path, index))
         elif type(value) is not dict:
             self.report("schema_violation", f"{name} must be a mapping of texts", path)
         else:

@@ -294,6 +294,13 @@ class Plan:
         )
 
 
+def keeps_artifacts(plan: Plan) -> bool:
+    """Whether a task of this plan may leave artifacts, so that the run needs a store that can be written."""
+    if any(action["kind"] == "builtin.write" or action.get("artifacts") for action in plan.actions.values()):
+        return True
+    return any("artifacts" in task.input for task in plan.tasks.values() if task.action_kind == "builtin.shell.exec")
+
+
 _PLAN_FIELDS = (
     "formatVersion", "workflowName", "workflowDigest", "planDigest", "order", "maxConcurrency", "tasks",
     "predictability", "requirements", "budget",

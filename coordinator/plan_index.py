@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+from agentctl.store.canonical import canonical, text_digest
+
 from .expressions import Condition, Renderer, compile_condition, compile_value, compile_vars
 from .plan import CompiledTask, Plan
 
@@ -33,6 +35,7 @@ class PlanIndex:
         self.outputs = compile_value(plan.outputs)
         self._renderers: dict[int, Renderer] = {}
         self._validators: dict[int, Callable[[Any], str | None]] = {}
+        self._shared: dict[tuple[object, ...], tuple[str, str]] = {}
 
     def effect_free(self, position: int) -> bool:
         """Whether the driver itself evaluates this task."""
@@ -59,6 +62,29 @@ class PlanIndex:
             renderer = self._renderers[id(value)] = compile_value(value)
         return renderer
 
+    def fingerprints(self, position: int) -> tuple[str, str]:
+        """(definition, output contract) of a task: what it takes to tell later whether its result can be reused.
+
+        The definition is the compiled task and its action, without the policy, without its place in the plan, and
+        without the order that only memory gives it (contract table, row 14).
+        """
+        task = self.tasks[position]
+        schema = task.output_schema
+        # Children of one expansion share these objects, and nearly all of the text.
+        parts = (task.input, task.needs, schema, task.retry, task.memory_writes, task.memory_reads)
+        key = (*map(id, parts), task.uses_kind, task.uses_name, task.when, task.timeout_seconds, task.failure)
+        known = self._shared.get(key)
+        if known is None:
+            data = task.to_json()
+            for name in ("id", "vars", "dataVars", "expansion", "position", "memoryAfter"):
+                data.pop(name, None)
+            shared = text_digest(canonical([data, self.plan.actions.get(task.uses_name)]))
+            contract = text_digest(canonical(contract_of(task.uses_kind, schema)))
+            known = self._shared[key] = (shared, contract)
+        child = task.expansion
+        own = canonical([task.id, None if child is None else [child.index, child.bindings], task.vars, task.data_vars])
+        return text_digest(f'[{own},"{known[0]}"]'), known[1]
+
     def contract(self, position: int) -> Callable[[Any], str | None] | None:
         """The check of a task's output schema: returns what is wrong, or None. None if the kind's contract holds."""
         schema = self.tasks[position].output_schema
@@ -68,6 +94,13 @@ class PlanIndex:
         if check is None:
             check = self._validators[id(schema)] = _compile_schema(schema)
         return check
+
+
+def contract_of(uses_kind: str, schema: dict[str, Any] | bool | None) -> Any:
+    """The output contract of a task: its own schema, else that of its kind (contract 4.6)."""
+    if schema is not None:
+        return schema
+    return {"type": "object"} if uses_kind in ("action", "aggregate") else None
 
 
 def _compile_schema(schema: dict[str, Any] | bool) -> Callable[[Any], str | None]:

@@ -239,6 +239,8 @@ class Scheduler:
             batch.closed.append(done.attempt_id)
             try:
                 self._succeed(position, done.result_json or "{}", batch, task.action_kind, origin)
+                if done.artifacts_json is not None:
+                    batch.artifacts.append((done.attempt_id, position, done.artifacts_json))
             except TaskFault as fault:
                 self._fail(position, fault.as_json(), batch, origin)
             return
@@ -352,6 +354,8 @@ class Scheduler:
                 position,
             )
         )
+        if state == "succeeded":
+            batch.proofs.append((*self.index.fingerprints(position), position))
         code = None if error is None else error.get("code")
         self._move(position, state, origin, batch, digest=digest, code=code, decision=decision)
         self._open -= 1

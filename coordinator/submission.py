@@ -13,7 +13,7 @@ from agentctl.store.engine import Store
 from agentctl.store.faults import Faults
 from agentctl.store.records import NewRun
 
-from .plan import Plan
+from .plan import Plan, keeps_artifacts
 from .variables import recorded_workflow
 
 if TYPE_CHECKING:
@@ -78,6 +78,7 @@ def submit(
         "policy": plan.policy,
         "showDiff": plan.show_diff if show_diff is None else show_diff,
         "interactive": interactive,
+        "keepsArtifacts": keeps_artifacts(plan),
     }
     content = f"{plan.plan_digest}\n{inputs_json}\n{base_path}"
     if check:

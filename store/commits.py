@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from . import approvals, audit, effects, holds, ledger, runs, task_queue
+from . import approvals, artifacts, audit, effects, holds, ledger, runs, task_queue
 from .canonical import canonical
 from .database import Connection, all_rows
 from .errors import ConflictError, RunMoved
@@ -37,6 +37,11 @@ def commit_batch(
         )
         if tx.total_changes() - before != len(batch.finals):
             raise ConflictError("a task of this batch has ended already", run_id=run.run_id)
+    if batch.proofs:
+        tx.executemany(
+            "UPDATE tasks SET definition_fingerprint = ?, output_contract_fingerprint = ? WHERE task_no = ?",
+            [(definition, contract, first + position) for definition, contract, position in batch.proofs],
+        )
     if batch.waits:
         tx.executemany(
             "UPDATE tasks SET state = ?, retry_at = ?, error_json = ?, updated_at = ? WHERE task_no = ?",
@@ -73,6 +78,9 @@ def commit_batch(
     if batch.stop is not None:
         stopped = _stop(tx, run, batch, reason=batch.stop, now=now)
     state: dict[str, object] = {}
+    if batch.artifacts:
+        state["artifacts"] = artifacts.commit(tx, run.run_id, first, batch.artifacts, now=now)
+    artifacts.release_abandoned(tx, run.run_id, batch.events)
     changes = batch.changes + [[position, to, attempt, None, code] for position, to, attempt, code in stopped]
     if changes:
         state["tasks"] = changes

@@ -1,7 +1,7 @@
 """All verbs of the store: each method is one transaction that may be run again, and shows no handle (architecture 9).
 
 Reading order: `database` (transactions), `runs`, `task_queue`, `effects`, `ledger`, `commits`, `audit`, `processes`,
-`views`. A method that promises something returns only when it is on the disk; the others say so.
+`views`, `artifacts`. A method that promises something returns only when it is on the disk; the others say so.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ from . import (
     runs,
     task_queue,
 )
+from .artifacts import Artifacts
 from .canonical import canonical
 from .clock import Clock
 from .database import Connection, Database
@@ -96,6 +97,13 @@ class Store:
         )
         self.path = self.database.path
         self.wakes = WakeFolder(self.path)
+        self.artifacts = Artifacts(self.database, clock)
+        try:
+            if self.artifacts.blobs.needs_care():
+                self.artifacts.recover()
+        except BaseException:
+            self.close()
+            raise
 
     def close(self) -> None:
         """Close the connection."""
@@ -255,9 +263,15 @@ class Store:
     # -- the driver ------------------------------------------------------------------------------------------------
 
     def finished_attempts(self, run: Run) -> tuple[list[FinishedAttempt], bool]:
-        """Results that wait for their commit, one batch of them, and whether more are there."""
+        """Results that wait for their commit, one batch of them, and whether more are there.
+
+        A success whose stored artifacts are gone is a failure (see `Artifacts.checked`).
+        """
         with self.database.read() as tx:
-            return task_queue.finished(tx, run.run_id, run.first_task, limit=BATCH_RESULTS, max_bytes=BATCH_BYTES)
+            found, more = task_queue.finished(
+                tx, run.run_id, run.first_task, limit=BATCH_RESULTS, max_bytes=BATCH_BYTES
+            )
+        return [done if done.artifacts_json is None else self.artifacts.checked(done) for done in found], more
 
     def held_attempts(self, run: Run) -> list[HeldAttempt]:
         """Attempts of a run that hold no place, and why."""

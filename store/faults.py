@@ -17,6 +17,9 @@ POINTS = (
     "before_effect_start",
     "after_effect_start",
     "after_effect_result",
+    "after_staging",
+    "after_placing",
+    "after_ingestion",
     "before_finish",
     "after_finish",
     # driver
@@ -30,6 +33,9 @@ POINTS = (
     # a person's shell
     "before_decision",
     "after_decision",
+    # collector of artifacts
+    "after_quarantine",
+    "after_collection",
 )
 
 

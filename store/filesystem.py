@@ -104,7 +104,7 @@ def prepare_folder(folder: Path) -> None:
         for made in (folder, *folder.parents):
             if made.resolve() == existing:
                 break
-            _sync_folder(made.parent)
+            sync_folder(made.parent)
     except FileExistsError as error:
         raise EnvironmentFault(f"{folder} is not a folder", remedy="choose another place with --db PATH") from error
     except OSError as error:
@@ -151,7 +151,8 @@ def is_full(path: Path) -> bool:
     return found.f_bavail * found.f_frsize < FEW_PAGES
 
 
-def _sync_folder(folder: Path) -> None:
+def sync_folder(folder: Path) -> None:
+    """Make the names in a folder durable. Raises OSError."""
     descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         os.fsync(descriptor)

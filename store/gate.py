@@ -142,15 +142,7 @@ class Gate:
 
     def holder(self) -> int | None:
         """The pid that holds the gate, as far as this pid namespace can see it."""
-        status = os.fstat(self._fd)
-        wanted = f"{os.major(status.st_dev):02x}:{os.minor(status.st_dev):02x}:{status.st_ino}"
-        with open("/proc/locks", encoding="ascii", errors="replace") as table:
-            for line in table:
-                fields = line.split()
-                if fields[1:2] == ["FLOCK"] and wanted in fields:
-                    pid = int(fields[fields.index(wanted) - 1])
-                    return pid if pid > 0 else None
-        return None
+        return flock_holder(os.fstat(self._fd))
 
     def examine_holder(self) -> None:
         """Called by the watch when a wait has become too long."""
@@ -166,6 +158,21 @@ class Gate:
         elif self._told != pid:
             self._told = pid
             log.warning("waiting for process %d, which holds the write gate %s: %s", pid, self.path, refusal)
+
+
+def flock_holder(status: os.stat_result) -> int | None:
+    """The pid that holds an exclusive `flock` on this file, as far as this pid namespace can see it.
+
+    Raises OSError where the kernel does not tell.
+    """
+    wanted = f"{os.major(status.st_dev):02x}:{os.minor(status.st_dev):02x}:{status.st_ino}"
+    with open("/proc/locks", encoding="ascii", errors="replace") as table:
+        for line in table:
+            fields = line.split()
+            if fields[1:2] == ["FLOCK"] and wanted in fields:
+                pid = int(fields[fields.index(wanted) - 1])
+                return pid if pid > 0 else None
+    return None
 
 
 def yield_gently() -> None:

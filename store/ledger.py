@@ -48,12 +48,7 @@ def reserve(
     lines = _limits(tx, run_id)
     if not lines:
         return None
-    known = tx.execute(
-        "SELECT 1 FROM budget_reservations "
-        "WHERE run_id = ? AND reservation_id = ? AND dispatch = ? AND state <> 'released' LIMIT 1",
-        (run_id, reservation_id, dispatch),
-    ).fetchone()
-    if known is not None:
+    if _is_reserved(tx, run_id, reservation_id, dispatch):
         return None
     wanted = with_total(estimate)
     denied = _first_exceeded(wanted, lines)
@@ -76,6 +71,40 @@ def reserve(
             (run_id, reservation_id, dispatch, dimension, units),
         )
     return None
+
+
+def reserve_together(
+    tx: Connection,
+    run_id: str,
+    task_id: str,
+    dispatch: int,
+    estimates: dict[str, dict[str, int]],
+    events: list[Event],
+) -> dict[str, object] | None:
+    """Hold units under several names (reservation id to estimate), all of them or none; else as `reserve`."""
+    lines = _limits(tx, run_id)
+    if not lines:
+        return None
+    wanted: dict[str, int] = {}
+    for name, estimate in estimates.items():
+        if not _is_reserved(tx, run_id, name, dispatch):
+            for dimension, units in with_total(estimate).items():
+                wanted[dimension] = wanted.get(dimension, 0) + units
+    denied = _first_exceeded(wanted, lines)
+    if denied is not None:
+        return denied
+    for name, estimate in estimates.items():
+        reserve(tx, run_id, task_id, name, dispatch, estimate, events)
+    return None
+
+
+def _is_reserved(tx: Connection, run_id: str, reservation_id: str, dispatch: int) -> bool:
+    known = tx.execute(
+        "SELECT 1 FROM budget_reservations "
+        "WHERE run_id = ? AND reservation_id = ? AND dispatch = ? AND state <> 'released' LIMIT 1",
+        (run_id, reservation_id, dispatch),
+    ).fetchone()
+    return known is not None
 
 
 def _first_exceeded(wanted: dict[str, int], lines: dict[str, tuple[int, int, int]]) -> dict[str, object] | None:

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 APPLICATION_ID = 0x41474354
 """`AGCT`: tells our files from those of every other program."""
 
-LATEST = 3
+LATEST = 4
 """The schema that this code knows; the number of the last file in `migrations/`."""
 
 
@@ -28,6 +28,27 @@ def refuse_newer(version: int, path: Path) -> None:
             f"{path} has schema {version}; this agentctl knows schemas up to {LATEST}. The file was left untouched",
             remedy="upgrade agentctl",
         )
+
+
+def version_of(path: Path) -> int:
+    """The schema that a database has, seen in its header without any lock. Raises what opening it would raise."""
+    from urllib.parse import quote
+
+    import apsw
+
+    from .database import translate
+
+    try:
+        connection = apsw.Connection(
+            f"file:{quote(str(path.absolute()))}?immutable=1", flags=apsw.SQLITE_OPEN_READONLY | apsw.SQLITE_OPEN_URI
+        )
+        try:
+            row = connection.execute("PRAGMA user_version").fetchone()
+        finally:
+            connection.close()
+    except apsw.Error as error:
+        raise translate(error, path) from error
+    return int(row[0]) if row else 0
 
 
 def script(number: int) -> str:

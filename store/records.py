@@ -276,6 +276,17 @@ class FinishedAttempt:
     effect_id: str | None
     effect_class: str | None
     idempotency: str | None
+    artifacts_json: str | None = None
+    """The manifest of what it has ingested, or None."""
+
+
+@record
+class NewArtifact:
+    """A file that an attempt has ingested. `path` is its logical path: below the workspace, else absolute."""
+
+    path: str
+    digest: str
+    size_bytes: int
 
 
 @record
@@ -345,7 +356,9 @@ class Batch:
     `finals` are (state, attempt, input_digest, output_json, output_digest, error_json, decision_json, delta_json,
     delta_digest, position) of tasks that end; `waits` are (state, retry_at, error_json, position) of tasks that stop
     running without an end. Positions are in compiled order. `abandoned` are those of `closed` that end without a result
-    and may have requested what is never sent.
+    and may have requested what is never sent. `artifacts` are (attempt, position, manifest) of successes
+    that have ingested something; `proofs` are (definition fingerprint, output-contract fingerprint, position) of all
+    successes.
     """
 
     finals: list[tuple[Any, ...]] = field(default_factory=list)
@@ -358,6 +371,8 @@ class Batch:
     enqueues: list[NewAttempt] = field(default_factory=list)
     unheld: list[int] = field(default_factory=list)
     memory: list[tuple[str, int, str | None]] = field(default_factory=list)
+    artifacts: list[tuple[int, int, str]] = field(default_factory=list)
+    proofs: list[tuple[str, str, int]] = field(default_factory=list)
     events: list[Event] = field(default_factory=list)
     changes: list[list[Any]] = field(default_factory=list)
     stop: str | None = None

@@ -204,15 +204,15 @@ def finished(
     size = 0
     for row in tx.execute(
         "SELECT a.attempt_id, a.task_no, a.number, a.outcome, COALESCE(a.result_json, e.result_json), a.error_json, "
-        "a.result_effect, e.effect_class, e.idempotency FROM attempts a "
+        "a.result_effect, e.effect_class, e.idempotency, a.artifacts_json FROM attempts a "
         "LEFT JOIN effects e ON e.effect_id = a.result_effect "
         "WHERE a.queue = 'finished' AND a.run_id = ? ORDER BY a.task_no LIMIT ?",
         (run_id, limit + 1),
     ):
-        size += len(row[4] or "") + len(row[5] or "")
+        size += len(row[4] or "") + len(row[5] or "") + len(row[9] or "")
         if len(found) == limit or (found and size > max_bytes):
             return found, True
-        attempt_id, task_no, number, outcome, result, error, effect_id, effect_class, idempotency = row
+        attempt_id, task_no, number, outcome, result, error, effect_id, effect_class, idempotency, artifacts = row
         found.append(
             FinishedAttempt(
                 attempt_id,
@@ -224,6 +224,7 @@ def finished(
                 effect_id,
                 effect_class,
                 idempotency,
+                artifacts,
             )
         )
     return found, False

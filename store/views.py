@@ -11,7 +11,7 @@ import json
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from . import audit, ledger, process_identity, processes, runs
+from . import artifacts, audit, ledger, process_identity, processes, runs
 from .clock import Clock
 from .database import Connection, Database
 from .errors import CorruptStore, IncompatibleVersion, NotFoundError, UsageError
@@ -680,7 +680,7 @@ def _inspect(tx: Connection, run: Run, *, now: int) -> dict[str, Any]:
         "protocolSessions": [],
         "protocolCalls": [],
         "toolCalls": _tool_calls(tx, run.run_id),
-        "artifacts": [],
+        "artifacts": list(artifacts.references(tx, run.run_id)),
         "budget": _budget(tx, run.run_id, now),
         "audit": _events(tx, run.run_id, after=0, limit=-1),
         "traces": [],
@@ -753,7 +753,8 @@ def _task_records(tx: Connection, run: Run) -> Iterator[dict[str, Any]]:
     for row in tx.execute(
         "SELECT task_no, task_id, position, state, attempt, disposition, metadata_version, input_digest, "
         "output_json, output_digest, error_json, decision_json, delta_json, delta_digest, retry_at, started_at, "
-        "ended_at, updated_at FROM tasks WHERE task_no BETWEEN ? AND ? ORDER BY task_no",
+        "ended_at, updated_at, definition_fingerprint, output_contract_fingerprint, artifact_manifest_json FROM tasks "
+        "WHERE task_no BETWEEN ? AND ? ORDER BY task_no",
         _span(run),
     ):
         _check_version(f"task {row[1]}", row[6], TASK_METADATA_VERSION, run.run_id)
@@ -771,11 +772,14 @@ def _task_records(tx: Connection, run: Run) -> Iterator[dict[str, Any]]:
             "sourceRunId": None,
             "sourceTaskId": None,
             "sourceAttempt": None,
+            "definitionFingerprint": row[18],
             "inputDigest": row[7],
+            "outputContractFingerprint": row[19],
             "outputDigest": row[9],
             "decision": _value(row[11]),
             "stateDelta": _value(row[12]),
             "stateDeltaDigest": row[13],
+            "artifactManifest": _value(row[20]),
             "retryAt": row[14],
             "startedAt": row[15],
             "endedAt": row[16],

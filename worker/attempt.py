@@ -16,7 +16,7 @@ from agentctl.store.approvals import redacted
 from agentctl.store.canonical import canonical, effect_id, hex_digest, loads
 from agentctl.store.clock import Clock
 from agentctl.store.engine import Store
-from agentctl.store.errors import ConflictError, LeaseLost, NotFoundError, TaskFault
+from agentctl.store.errors import ConflictError, EnvironmentFault, LeaseLost, NotFoundError, TaskFault
 from agentctl.store.faults import Faults
 from agentctl.store.records import (
     ApprovalAsk,
@@ -144,7 +144,17 @@ class AttemptRunner:
             raise TaskFault("policy_denied", decision.reason)
         if settings.check and (decision.needs_approval or plan.effect_class not in _HARMLESS):
             return Done(plan.foreseen or _not_executed(plan, decision.reason if decision.needs_approval else None))
+        if plan.keeps is not None:
+            self._require_store()
         return plan, decision.reason if decision.needs_approval else None
+
+    def _require_store(self) -> None:
+        """What a task leaves has to be stored: when that cannot be done, nothing is dispatched (field report 15)."""
+        try:
+            self._store.artifacts.blobs.require_writable()
+        except EnvironmentFault as error:
+            message = error.message if error.remedy is None else f"{error.message}; {error.remedy}"
+            raise TaskFault("artifact_store", message, retryable=True) from error
 
     def _recorded_before(self, claim: Claim) -> dict[str, Any] | None:
         if claim.fence.delivery <= 1:
@@ -224,7 +234,8 @@ class AttemptRunner:
         """Do what the answer to the start allows. `since` is when the start was asked for (monotonic seconds)."""
         self._faults.reach("after_effect_start")
         if isinstance(answer, RecordedEffect):
-            return _recorded(request, answer)
+            ending = _recorded(request, answer)
+            return ending if answer.reconciled else self._keep(claim, plan, ending)
         if isinstance(answer, AttemptHeld):
             return Ending(None, held=True)
         if isinstance(answer, StartRefused):
@@ -234,7 +245,29 @@ class AttemptRunner:
             return Ending(None, EffectEnd(request.effect_id, "requested", dispatch=answer.dispatch), "held_up")
         outcome = plan.execute(EffectContext(request.effect_id, self._token, self._clock.monotonic, claim.fence.holder))
         self._faults.reach("after_effect_result")
-        return self._ended(request, answer, outcome)
+        return self._keep(claim, plan, self._ended(request, answer, outcome))
+
+    def _keep(self, claim: Claim, plan: EffectPlan, ending: Ending) -> Ending:
+        """Store what a succeeded effect has left, before its task may complete (seed)."""
+        if plan.keeps is None or ending.attempt is None or ending.attempt.outcome != "succeeded":
+            return ending
+        from .ingestion import Ingestion
+
+        limit = self._settings(claim.run_id).policy.max_artifact_bytes
+        kept = Ingestion(self._store, self._faults, self._token).run(claim, plan, ending.effect, limit)
+        effect = None if kept.confirmed else ending.effect
+        if isinstance(kept.answer, AttemptHeld):
+            return Ending(None, held=True)
+        if kept.answer is not None:
+            return _refused(kept.answer, claim)
+        if kept.stopped == "drain":
+            return Ending(None, release="drain")
+        if kept.stopped is not None:
+            fault = TaskFault("cancelled", f"ended before its artifacts were stored: {kept.stopped}")
+            return Ending(AttemptEnd("cancelled", error_json=canonical(fault.as_json())))
+        if kept.fault is not None:
+            return Ending(AttemptEnd("failed", error_json=canonical(kept.fault.as_json())), effect)
+        return Ending(ending.attempt, effect)
 
     def _ended(self, request: EffectRequest, started: StartedEffect, outcome: EffectOutcome) -> Ending:
         name, dispatch = request.effect_id, started.dispatch

@@ -75,7 +75,7 @@ class Watch:
         self.drain = False
         self.done = 0
         self.failed = 0
-        self._path = path
+        self._path = path.absolute()  # the main thread changes its folder for a moment to start a command in another
         self._clock = clock
         self._timing = timing
         self._process_id = process_id

@@ -221,7 +221,6 @@ USED_ACTIONS = [
         "extension.process",
     ),
     ("spec.actions.x.env", "{kind: builtin.shell.exec, command: x, env: {A: {env: B}}}", "secret reference"),
-    ("spec.actions.x.artifacts", "{kind: builtin.shell.exec, command: x, artifacts: [a]}", "artifacts"),
     (
         "spec.actions.x.isolation",
         "{kind: builtin.shell.exec, command: x, isolation: container, container: {image: 'sha256:" + "a" * 64 + "'}}",
@@ -239,6 +238,40 @@ def test_actions_that_cannot_run_are_named_when_used_only(build: Any, path: str,
     (found,) = caught.value.diagnostics
     assert (found.code, found.path) == ("unsupported_capability", path)
     assert named in found.message
+
+
+@pytest.mark.parametrize(
+    ("policy", "action", "task", "path", "named"),
+    [
+        ("", "artifacts: [a]", "", "spec.actions.x.artifacts[0]", "writableRoots"),
+        ("writableRoots: [out]", "artifacts: [out/a, ../a]", "", "spec.actions.x.artifacts[1]", "'..'"),
+        ("", "", "with: {artifacts: [a]}", "spec.tasks[0].with.artifacts[0]", "writableRoots"),
+        ("writableRoots: [out]", "", "with: {artifacts: [out/../a]}", "spec.tasks[0].with.artifacts[0]", "'..'"),
+    ],
+)
+def test_artifacts_come_from_writable_roots(
+    build: Any, policy: str, action: str, task: str, path: str, named: str
+) -> None:
+    with pytest.raises(DocumentError) as caught:
+        build(
+            f"  policy: {{approval: never, {policy}}}\n"
+            f"  actions: {{x: {{kind: builtin.shell.exec, command: x, {action}}}}}\n"
+            f"  tasks: [{{id: a, uses: action:x, {task}}}]"
+        )
+    (found,) = caught.value.diagnostics
+    assert (found.code, found.path) == ("policy_denied", path)
+    assert named in found.message
+
+
+@pytest.mark.parametrize("value", ["[5]", "['']", "a", "{a: b}"])
+def test_artifacts_of_a_task_are_a_list_of_names(build: Any, value: str) -> None:
+    with pytest.raises(DocumentError) as caught:
+        build(
+            "  policy: {approval: never, writableRoots: [out]}\n"
+            "  actions: {x: {kind: builtin.shell.exec, command: x}}\n"
+            f"  tasks: [{{id: a, uses: action:x, with: {{artifacts: {value}}}}}]"
+        )
+    assert {found.code for found in caught.value.diagnostics} == {"schema_violation"}
 
 
 @pytest.mark.parametrize(

@@ -29,6 +29,9 @@ WORKER_POINTS = (
     "before_effect_start",
     "after_effect_start",
     "after_effect_result",
+    "after_staging",
+    "after_placing",
+    "after_ingestion",
     "before_finish",
     "after_finish",
 )
@@ -37,6 +40,7 @@ DRIVER_POINTS = ("before_commit", "after_commit", "before_run_end")
 RESCUE_POINTS = ("before_rescue", "after_rescue")
 DECISION_POINTS = ("before_decision", "after_decision")
 """Those of approvals have a matrix of their own."""
+COLLECTOR_POINTS = ("after_quarantine", "after_collection")
 ACTIONS = ("kill", "parent", "stop")
 REPEATABLE = ("pure", "idempotent", "keyed")
 CLASSES = (*REPEATABLE, "at_most_once", "unknown")
@@ -168,6 +172,7 @@ class Scene:
             assert {picture.tasks[name][0] for name in ("append", "last", "count")} == {"pending"}
             assert picture.memory == {"colour": "red", "count": 0}
             assert set(lines) - {self.tasks()[task]} == set(ITEMS) - {self.tasks()[task]}
+        assert site.artifacts(run_id) == {("keep", "out/kept.txt"): b"kept\n"}
         assert (site.folder / "out" / "kept.txt").read_text(encoding="utf-8") == "kept\n"
         assert [path.name for path in (site.folder / "out").iterdir()] == ["kept.txt"]
 
@@ -233,7 +238,8 @@ def selection(cases: list[Case], each: int, first: int = 0) -> list[Any]:
 
 
 def test_the_matrix_has_every_point() -> None:
-    assert {*WORKER_POINTS, *DRIVER_POINTS, *RESCUE_POINTS, *DECISION_POINTS, "after_create_run"} == set(POINTS)
+    named = {*WORKER_POINTS, *DRIVER_POINTS, *RESCUE_POINTS, *DECISION_POINTS, *COLLECTOR_POINTS, "after_create_run"}
+    assert named == set(POINTS)
 
 
 # -- workers -----------------------------------------------------------------------------------------------------------

@@ -276,6 +276,21 @@ def _policy_denial(field: Field, run: Callable[..., Any]) -> None:
     assert (task["state"], task["attempt"]) == ("failed", 1)
 
 
+def _artifacts(field: Field, run: Callable[..., Any]) -> None:
+    files = ["hello.yaml", "dataflow.yaml", "condition.yaml"]
+    assert [item["state"] for item in run()["copies"]] == ["succeeded"] * 3
+    kept = field.json("artifacts", "list", "--run", "@latest").data["references"]
+    copies = {item["path"]: item["digest"] for item in kept}
+    assert sorted(copies) == sorted([*(f"build/artifacts/{name}.gz" for name in files), "build/artifacts/summary.txt"])
+    shutil.rmtree(field.folder / "build")
+    for name in files:
+        assert field.json("artifacts", "export", copies[f"build/artifacts/{name}.gz"], f"{name}.copy").code == 0
+        assert gzip.decompress((field.folder / f"{name}.copy").read_bytes()) == (field.folder / name).read_bytes()
+    assert field.json("artifacts", "verify").data["ok"] is True
+    run()
+    assert field.json("artifacts", "verify").data["checked"] == 4
+
+
 PROMISES: dict[str, Callable[[Field, Callable[..., Any]], None]] = {
     "hello.yaml": _hello,
     "dataflow.yaml": _dataflow,
@@ -285,6 +300,7 @@ PROMISES: dict[str, Callable[[Field, Callable[..., Any]], None]] = {
     "memory.yaml": _memory,
     "retry.yaml": _retry,
     "archive.yaml": _archive,
+    "artifacts.yaml": _artifacts,
     "approval.yaml": _approval,
     "budget.yaml": _budget,
     "vars.yaml": _vars,
@@ -323,5 +339,5 @@ def test_example(field: Field, file: str) -> None:
     # The lines of the header that are commands of ours are spelled as the program wants them.
     header = [line for line in (EXAMPLES / file).read_text().splitlines() if line.startswith("#   agentctl ")]
     assert header
-    assert all(f"ops/examples/{file}" in line for line in header)
+    assert all(f"ops/examples/{file}" in line for line in header if not line.startswith("#   agentctl artifacts "))
     field.check_clean_end()

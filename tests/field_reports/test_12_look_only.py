@@ -1,6 +1,6 @@
 """Field report 12: opening and closing the database file «just to look» drops SQLite's locks.
 
-Backup and doctor are not built yet; health here is what lists, status, workers and a second opening ask.
+Doctor is not built yet; health here is what lists, status, workers, statistics, backups and a second opening ask.
 """
 
 from __future__ import annotations

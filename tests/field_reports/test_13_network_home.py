@@ -28,6 +28,11 @@ VERBS = (
     ("runs", "list"),
     ("workers", "list"),
     ("workers", "stop"),
+    ("artifacts", "list"),
+    ("artifacts", "gc"),
+    ("db", "verify"),
+    ("db", "stats"),
+    ("gc",),
 )
 
 

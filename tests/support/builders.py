@@ -227,6 +227,8 @@ class Driver:
             batch.waits.append(("retry_scheduled", self.store.clock.now() + 1000, done.error_json, done.position))
             batch.changes.append([done.position, "retry_scheduled", done.number, None, "failed"])
             return
+        if done.outcome == "succeeded" and done.artifacts_json is not None:
+            batch.artifacts.append((done.attempt_id, done.position, done.artifacts_json))
         text = done.result_json if done.outcome == "succeeded" else None
         digest = None if text is None else text_digest(text)
         batch.finals.append(

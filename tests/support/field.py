@@ -476,6 +476,8 @@ class Field:
         }
         survivors = {pid: effect for pid, effect in self.effect_processes().items() if effect not in owned}
         assert survivors == {}, "effect processes have survived"
+        verified = self.json("artifacts", "verify")
+        assert verified.code == 0, verified.out + verified.err
         for error in self.rows(
             "SELECT task_id, COUNT(*) FROM audit_events WHERE event_type = 'task.transition' AND task_id IS NOT NULL "
             "AND json_extract(payload_json, '$.to') IN ('succeeded', 'failed', 'skipped', 'cancelled') "

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import os
+import shutil
 import time
 from pathlib import Path
 
+from agentctl.store.backup import backup, restore
 from agentctl.store.clock import SystemClock
 from agentctl.store.engine import Store
 from agentctl.store.filesystem import require_local
+from agentctl.store.migrate import LATEST, version_of
+from agentctl.store.verification import statistics, verify
 from agentctl.store.views import Views
 
 from support.builders import process_row
@@ -28,7 +32,12 @@ def look_while_writing(path: str, name: str, run_id: str, rounds: int) -> None:
         require_local(Path(path))
         second = Store(Path(path), clock)
         _ask(Views(second.database, clock), run_id)
+        statistics(second.database, second.artifacts)
         second.close()
+        if number % 100 == 0:
+            place = Path(path).with_name(f"copy-{name}-{number}")
+            assert backup(store, place)["runs"] > 0
+            shutil.rmtree(place)
     store.set_process_state(name, "stopped", durable=True)
     store.close()
 
@@ -42,7 +51,16 @@ def look_and_hold(path: str, ready: str, done: str) -> None:
         for _ in range(20):
             second = Store(Path(path), clock)
             _ask(Views(second.database, clock), run_id)
+            statistics(second.database, second.artifacts)
+            assert verify(second.database, second.artifacts)["ok"]
             second.close()
+        place = Path(path).with_name("copy")
+        third = Store(Path(path), clock)
+        backup(third, place)
+        third.close()
+        restore(place, place / "restored.db", clock)
+        assert version_of(Path(path)) == LATEST
+        shutil.rmtree(place)
         Path(ready).touch()
         deadline = time.monotonic() + 60 * time_factor()
         while not os.path.exists(done):

@@ -27,6 +27,9 @@ TABLES = [
     "approvals",
     "effect_reconciliations",
     "tool_calls",
+    "artifact_blobs",
+    "artifact_ingests",
+    "artifact_refs",
 ]
 
 

@@ -26,6 +26,7 @@ from agentctl.store.engine import Store
 from agentctl.store.process_identity import HOLDER_MARKER, Liveness, ProcessIdentity
 from agentctl.store.records import ProcessRow, Run
 
+from support.artifacts import assert_sound
 from support.children import PATIENCE, wait_until
 from support.rows import check_chains, rows
 from support.scale import time_factor
@@ -198,6 +199,14 @@ class Site:
         found = rows(self.store, "SELECT task_id FROM effects WHERE run_id = ? AND status = 'uncertain'", run_id)
         return sorted(task for (task,) in found)
 
+    def artifacts(self, run_id: str) -> dict[tuple[str, str], bytes]:
+        """(task, path) -> the bytes that a run keeps."""
+        store = self.store.artifacts
+        return {
+            (item["taskId"], item["path"]): store.blobs.path_of(item["digest"]).read_bytes()
+            for item in store.references(run_id, None)
+        }
+
     def report(self) -> str:
         """How things stand, for the message of a failure."""
         parts = []
@@ -242,6 +251,8 @@ class Site:
         done = "SELECT e.effect_id FROM effects e JOIN runs r USING (run_id) WHERE r.state <> 'running'"
         assert process_identity.find_marked(row[0] for row in rows(self.store, done)) == []
         check_chains(self.store)
+        Store(self.database, SystemClock()).close()  # whoever opens next clears up after the dead
+        assert_sound(self.store.artifacts)
         self.assert_quiet()
 
     def assert_quiet(self) -> None:

@@ -228,7 +228,11 @@ def test_task_input_replaces_and_is_part_of_the_identity(base: Path) -> None:
         ({"command": "sh"}, {"cwd": "link"}, "policy_denied"),
         ({"command": "sh"}, {"cwd": "missing"}, "not_found"),
         ({"command": "sh"}, {"cwd": "file"}, "invalid_input"),
-        ({"command": "sh", "artifacts": ["a"]}, {}, "unsupported_capability"),
+        ({"command": "sh", "artifacts": ["a"]}, {}, "policy_denied"),  # there is no writable root
+        ({"command": "sh", "artifacts": ["../a"]}, {}, "policy_denied"),
+        ({"command": "sh"}, {"artifacts": "a"}, "invalid_input"),
+        ({"command": "sh"}, {"artifacts": [""]}, "invalid_input"),
+        ({"command": "sh"}, {"artifacts": ["a\0"]}, "invalid_input"),
         ({"command": "sh", "isolation": "container"}, {}, "unsupported_capability"),
         ({"command": "sh", "parse": "yaml"}, {}, "invalid_input"),
     ],

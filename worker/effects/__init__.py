@@ -104,12 +104,36 @@ class EffectOutcome:
 
 
 @record
+class Written:
+    """A file that an effect writes, and its bytes: what is kept is what this effect wrote, whoever writes next."""
+
+    path: str
+    data: bytes
+
+
+@record
+class Declared:
+    """Files that a process promises to leave: paths, or globs, below the workspace or absolute (contract row 11).
+
+    `workspace` and `roots` (the writable ones) are resolved.
+    """
+
+    patterns: tuple[str, ...]
+    workspace: str
+    roots: tuple[str, ...]
+
+
+Keeps: TypeAlias = Written | Declared
+
+
+@record
 class EffectPlan:
     """An effect that is ready to be requested.
 
     `input` is what is recorded and digested for the effect's identity (contract 3 and 5.1).
     `expected_effect` is recorded with the request and shown to who approves. `estimate` is reserved before
-    the start, in budget units. `foreseen` is the output, if it is known without carrying the effect out.
+    the start, in budget units. `foreseen` is the output, if it is known without carrying the effect out. `keeps` is
+    what becomes artifacts when it has succeeded.
     """
 
     operation: str
@@ -122,6 +146,7 @@ class EffectPlan:
     estimate: dict[str, int]
     execute: Callable[[EffectContext], EffectOutcome]
     foreseen: dict[str, Any] | None = None
+    keeps: Keeps | None = None
 
 
 @record

@@ -19,7 +19,8 @@ from typing import Any, Final
 from agentctl.store.errors import TaskFault
 from agentctl.store.policy import is_inside, readable, refuse_dotdot, writable
 
-from . import Done, EffectContext, EffectOutcome, EffectPlan, Work, refuse_cancelled
+from . import Done, EffectContext, EffectOutcome, EffectPlan, Work, Written, refuse_cancelled
+from .artifacts import logical_path
 from .paths import io_fault, path_field, resolve_readable, workspace_of
 
 MAX_TEXT_BYTES: Final = 1_048_576
@@ -168,6 +169,7 @@ def prepare_write(work: Work) -> EffectPlan | Done:
         # The roots as they are now: one that is swapped for a link later leads nowhere else.
         execute=partial(_write, path, data, workspace, roots, output),
         foreseen=output,
+        keeps=Written(logical_path(resolved, workspace), data),
     )
 
 

@@ -16,6 +16,8 @@ Choices that the contract leaves open:
   `output_not_json`, not retried.
 - **Failures**: a non-zero exit is `process_exit` and retryable; so is an overflow (contract row 9: a
   definitive failure). A process that a signal ended has exit code null and the signal's name.
+- **Artifacts** (`artifacts` of the action, or of the task's `with`, which replaces it: a fan-out needs its item in
+  them): stored after success, see `effects.artifacts`.
 - **Timeout**: the smaller of the action's `timeoutSeconds` and that of the attempt. Timeout and cancel after
   the start: uncertain.
 """
@@ -35,10 +37,10 @@ from typing import Any, Final
 
 from agentctl.store.canonical import JsonError, parse_json
 from agentctl.store.errors import TaskFault
-from agentctl.store.policy import environment_allowed, process_allowed
+from agentctl.store.policy import environment_allowed, process_allowed, refuse_dotdot
 from agentctl.store.process_identity import EFFECT_MARKER, HOLDER_MARKER
 
-from . import EffectContext, EffectOutcome, EffectPlan, Work, process, refuse_cancelled
+from . import Declared, EffectContext, EffectOutcome, EffectPlan, Work, process, refuse_cancelled
 from .paths import checked_text, io_fault, resolve_readable, workspace_of
 from .process import Command, Ending, ProcessResult
 
@@ -105,6 +107,10 @@ def prepare_shell(work: Work) -> EffectPlan:
     }
     if stdin is not None:
         effect_input["stdinDigest"] = sha256(stdin).hexdigest()
+    keeps = _declared(given.get("artifacts", action.get("artifacts")), work, workspace)
+    expected: dict[str, Any] = {"command": command, "args": arguments, "cwd": folder}
+    if keeps is not None:
+        effect_input["artifacts"] = expected["artifacts"] = list(keeps.patterns)
     launch = _Launch(
         command=command,
         argv=[command.encode(), *(argument.encode() for argument in arguments)],
@@ -124,9 +130,10 @@ def prepare_shell(work: Work) -> EffectPlan:
         idempotency=action.get("idempotency") or "unknown",
         policy_name="process.exec",
         input=effect_input,
-        expected_effect={"command": command, "args": arguments, "cwd": folder},
+        expected_effect=expected,
         estimate={"processOutputBytes": limits["combinedOutputLimitBytes"]},
         execute=partial(_execute, launch),
+        keeps=keeps,
     )
 
 
@@ -134,8 +141,6 @@ def prepare_shell(work: Work) -> EffectPlan:
 
 
 def _refuse_unsupported(action: Mapping[str, Any]) -> None:
-    if action.get("artifacts"):
-        raise TaskFault("unsupported_capability", "'artifacts' of a process action is not supported")
     if action.get("isolation") not in (None, "process"):
         raise TaskFault("unsupported_capability", f"isolation {action['isolation']!r} is not supported")
     if action.get("parse") not in (None, "json"):
@@ -160,6 +165,23 @@ def _arguments(value: Any) -> list[str]:
     if not isinstance(value, list):
         raise TaskFault("invalid_input", "'args' must be a list")
     return [_scalar(item, f"args[{index}]") for index, item in enumerate(value)]
+
+
+def _declared(value: Any, work: Work, workspace: str) -> Declared | None:
+    """The paths and globs of `artifacts`: of the task's `with` if it gives any, else of the action."""
+    if not value:
+        return None
+    if not isinstance(value, list):
+        raise TaskFault("invalid_input", "'artifacts' must be a list")
+    patterns = []
+    for index, item in enumerate(value):
+        pattern = checked_text(_text(item, f"artifacts[{index}]"), f"artifacts[{index}]")
+        refuse_dotdot(pattern)
+        patterns.append(pattern)
+    roots = tuple(os.path.realpath(os.path.join(workspace, root)) for root in work.policy.writable_roots)
+    if not roots:
+        raise TaskFault("policy_denied", "artifacts come from under policy.writableRoots, and there are none")
+    return Declared(tuple(patterns), workspace, roots)
 
 
 def _stdin(value: Any) -> bytes | None:

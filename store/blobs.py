@@ -1,0 +1,417 @@
+"""The files of the artifact store: bytes under the name of their digest, in a folder beside the database.
+
+    artifacts/sha256/<2 hex>/<64 hex>   blobs, read-only, never changed
+    artifacts/tmp/                      files that a process is writing; each name tells which process
+    artifacts/trash/                    blobs that a collection has taken away and not yet deleted
+    artifacts/.lock                     whoever links, moves or removes a blob holds it (architecture 6 and 7)
+    artifacts/.collect.lock             collections, and backups that need every blob to stay
+
+No SQL in here; `artifacts` joins files and rows. Bytes are copied and hashed in pieces, so memory does not grow with
+them, and always before the lock is taken. Everything stays inside the folder: no other filesystem, no TMPDIR.
+"""
+
+from __future__ import annotations
+
+import errno
+import itertools
+import logging
+import os
+import signal
+import stat
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from datetime import datetime
+from hashlib import sha256
+from pathlib import Path
+
+from . import process_identity
+from .clock import Clock
+from .errors import ConflictError, EnvironmentFault, TaskFault
+from .filesystem import nearest_existing, sync_folder
+from .gate import flock_holder
+from .process_identity import Liveness, ProcessIdentity
+
+log = logging.getLogger(__name__)
+
+PIECE = 1 << 20
+"""Bytes that are read, hashed and written at once."""
+
+PREFIX = "sha256:"
+LOCK_PATIENCE_SECONDS = 60.0
+LOCK_NOTICE_SECONDS = 5.0
+LOCK_POLL_SECONDS = 0.005
+
+_STOPS = frozenset({signal.SIGTSTP, signal.SIGTTIN, signal.SIGTTOU})
+_READ = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
+_numbers = itertools.count(1)
+
+
+class Interrupted(Exception):
+    """Somebody wants the writer to stop; nothing was kept."""
+
+
+@dataclass(frozen=True, slots=True)
+class Staged:
+    """Bytes that are complete and durable in `tmp/`, and not yet in their place.
+
+    `damaged` is the inode of a blob of this digest that does not hold these bytes any more, or None.
+    """
+
+    path: Path
+    digest: str
+    size: int
+    damaged: int | None = None
+
+
+class Blobs:
+    """The folder of one database. Holds nothing open; any thread and any process may have its own."""
+
+    def __init__(self, database: Path, clock: Clock) -> None:
+        self.root = database.absolute().with_name("artifacts")
+        self._clock = clock
+        self._shelves = self.root / "sha256"
+        self._tmp = self.root / "tmp"
+        self._trash = self.root / "trash"
+        self._made = False
+
+    # -- the folder ------------------------------------------------------------------------------------------------
+
+    def require_writable(self) -> None:
+        """Raise `EnvironmentFault` unless blobs can be stored here; looks only, and creates nothing."""
+        for folder in (self.root, self._tmp, self._shelves, self._trash):
+            place = nearest_existing(folder)
+            if not place.is_dir():
+                raise EnvironmentFault(
+                    f"{place} is not a folder", remedy="artifacts are kept in it: move the file away"
+                )
+            if not os.access(place, os.W_OK | os.X_OK):
+                raise EnvironmentFault(
+                    f"artifacts cannot be stored: no permission to write in {place} {_mode(place)}",
+                    remedy="give this user write permission there, or mount it writable",
+                )
+
+    def _make(self) -> None:
+        if self._made:
+            return
+        for folder in (self.root, self._shelves, self._tmp, self._trash):
+            with suppress(FileExistsError):
+                folder.mkdir(mode=0o700)
+                sync_folder(folder.parent)
+        self._made = True
+
+    @contextmanager
+    def locked(self, name: str = ".lock", *, patient: bool = True) -> Iterator[None]:
+        """Hold one of the two locks. Raises `ConflictError` that names the holder when it stays taken for a minute, or
+        at once without patience.
+
+        Terminal stops wait meanwhile: who is stopped with the lock would stop everybody.
+        """
+        from filelock import FileLock, Timeout
+
+        self._make()
+        path = self.root / name
+        lock = FileLock(path, mode=0o600, poll_interval=LOCK_POLL_SECONDS)
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, _STOPS)
+        try:
+            try:
+                lock.acquire(timeout=LOCK_NOTICE_SECONDS if patient else 0)
+            except Timeout:
+                if not patient:
+                    raise ConflictError(f"{self._holder(path)} {path}") from None
+                log.warning("waiting for %s, which %s", path, self._holder(path))
+                try:
+                    lock.acquire(timeout=LOCK_PATIENCE_SECONDS - LOCK_NOTICE_SECONDS)
+                except Timeout:
+                    raise ConflictError(
+                        f"{path} stayed locked for {LOCK_PATIENCE_SECONDS:.0f} s; {self._holder(path)}",
+                        remedy="wait for that process, or end it if it hangs",
+                    ) from None
+            try:
+                yield
+            finally:
+                lock.release()
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+    def _holder(self, path: Path) -> str:
+        """Who holds a lock, for people."""
+        try:
+            pid = flock_holder(os.stat(path))
+            found = None if pid is None else process_identity.read_stat(pid)
+        except OSError:
+            found = None
+        if found is None:
+            return "somebody holds whom this process cannot see"
+        started = datetime.fromtimestamp(self._clock.now() / 1000 - found.age_seconds()).isoformat(" ", "seconds")
+        return f"process {found.pid} ({found.name}, started {started}) holds"
+
+    def path_of(self, digest: str) -> Path:
+        """Where the blob of a digest is, or would be."""
+        return self.root / store_path(digest)
+
+    # -- ingestion -------------------------------------------------------------------------------------------------
+
+    def stage_bytes(self, data: bytes) -> Staged:
+        """Write `data` to a file of this process. Raises OSError."""
+        return self._stage(lambda: iter((memoryview(data),)))
+
+    def stage_file(self, descriptor: int, size: int, stopped: Callable[[], bool]) -> Staged:
+        """Copy `size` bytes of an open file, hashing them on the way.
+
+        Raises OSError, `Interrupted` as soon as `stopped()`, and `TaskFault` (`artifact_changed`) when the file has
+        more or fewer bytes: somebody is still writing it.
+        """
+        return self._stage(lambda: _pieces_of(descriptor, size, stopped))
+
+    def _stage(self, pieces: Callable[[], Iterator[memoryview]]) -> Staged:
+        self._make()
+        path = self._tmp / f"{_writer_name()}.{next(_numbers)}"
+        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+        try:
+            try:
+                hasher, size = sha256(), 0
+                for piece in pieces():
+                    hasher.update(piece)
+                    size += len(piece)
+                    while piece:
+                        piece = piece[os.write(descriptor, piece) :]
+                os.fchmod(descriptor, 0o400)
+                os.fsync(descriptor)
+            finally:
+                os.close(descriptor)
+            digest = PREFIX + hasher.hexdigest()
+            return Staged(path, digest, size, self._damaged(digest, size))
+        except BaseException:
+            self.discard(path)
+            raise
+
+    def _damaged(self, digest: str, size: int) -> int | None:
+        """The inode of a blob that is there already and does not hold what its name says."""
+        try:
+            found = os.lstat(self.path_of(digest)).st_ino
+        except FileNotFoundError:
+            return None
+        return None if self.check(digest, size) == "ok" else found
+
+    @staticmethod
+    def discard(path: Path) -> None:
+        """Remove a staged file, if it is still there."""
+        with suppress(FileNotFoundError):
+            os.unlink(path)
+
+    def place(self, staged: Staged) -> None:
+        """Give staged bytes their name, durably. The caller holds the lock and writes the row before it lets go.
+
+        A blob that is there already is kept, since it was verified, and replaced if it is damaged.
+        """
+        target = self.path_of(staged.digest)
+        with suppress(FileExistsError):
+            target.parent.mkdir(mode=0o700)
+            sync_folder(self._shelves)
+        try:
+            os.link(staged.path, target)
+        except FileExistsError:
+            found = os.lstat(target)
+            if found.st_ino == staged.damaged or not stat.S_ISREG(found.st_mode) or found.st_size != staged.size:
+                os.replace(staged.path, target)
+        sync_folder(target.parent)
+        self.discard(staged.path)
+
+    # -- reading ---------------------------------------------------------------------------------------------------
+
+    def present(self, digest: str, size: int) -> bool:
+        """Whether a blob is there with its size; a look that does not read it."""
+        try:
+            found = os.lstat(self.path_of(digest))
+        except OSError:
+            return False
+        return stat.S_ISREG(found.st_mode) and found.st_size == size
+
+    def check(self, digest: str, size: int | None) -> str:
+        """`ok`, `missing` or `corrupt`: the blob's bytes are read and hashed."""
+        try:
+            descriptor = os.open(self.path_of(digest), _READ)
+        except FileNotFoundError:
+            return "missing"
+        except OSError as error:
+            if error.errno == errno.ELOOP:
+                return "corrupt"
+            raise
+        try:
+            found = os.fstat(descriptor)
+            if not stat.S_ISREG(found.st_mode) or (size is not None and found.st_size != size):
+                return "corrupt"
+            hasher = sha256()
+            for piece in _pieces_of(descriptor, None, lambda: False):
+                hasher.update(piece)
+        finally:
+            os.close(descriptor)
+        return "ok" if PREFIX + hasher.hexdigest() == digest else "corrupt"
+
+    def copy_out(self, digest: str, target: int) -> bool:
+        """Copy a blob into an open file and say whether the bytes are those of its name. Raises FileNotFoundError."""
+        descriptor = os.open(self.path_of(digest), _READ)
+        try:
+            hasher = sha256()
+            for piece in _pieces_of(descriptor, None, lambda: False):
+                hasher.update(piece)
+                while piece:
+                    piece = piece[os.write(target, piece) :]
+        finally:
+            os.close(descriptor)
+        return PREFIX + hasher.hexdigest() == digest
+
+    def stored(self) -> Iterator[tuple[str, os.stat_result]]:
+        """(digest, status) of every blob file."""
+        for shelf in _scan(self._shelves):
+            if len(shelf.name) == 2 and shelf.is_dir(follow_symlinks=False):
+                for entry in _scan(shelf):
+                    if _is_hex(entry.name) and entry.name[:2] == shelf.name:
+                        with suppress(FileNotFoundError):
+                            yield PREFIX + entry.name, entry.stat(follow_symlinks=False)
+
+    # -- removal and recovery --------------------------------------------------------------------------------------
+
+    def quarantine(self, digest: str) -> bool:
+        """Move a blob to the trash; False when there is none. The caller holds the lock."""
+        try:
+            os.rename(self.path_of(digest), self._trash / digest.removeprefix(PREFIX))
+        except FileNotFoundError:
+            return False
+        return True
+
+    def restore(self, digest: str) -> None:
+        """Bring a blob back from the trash, unless its place was taken meanwhile. The caller holds the lock."""
+        trashed = self._trash / digest.removeprefix(PREFIX)
+        target = self.path_of(digest)
+        with suppress(FileExistsError):
+            target.parent.mkdir(mode=0o700)
+        try:
+            os.link(trashed, target)
+            sync_folder(target.parent)
+        except FileExistsError:
+            pass
+        except FileNotFoundError:
+            return
+        os.unlink(trashed)
+
+    def purge(self, digest: str) -> None:
+        """Delete a blob that is in the trash."""
+        self.discard(self._trash / digest.removeprefix(PREFIX))
+
+    def trashed(self) -> list[str]:
+        """Digests of what is in the trash."""
+        return [PREFIX + entry.name for entry in _scan(self._trash) if _is_hex(entry.name)]
+
+    def temporary(self) -> list[tuple[Path, Liveness, os.stat_result]]:
+        """Every file in `tmp/` with what is known of its writer; a name that tells of none is `unknown`."""
+        found = []
+        for entry in _scan(self._tmp):
+            with suppress(FileNotFoundError):
+                found.append((Path(entry.path), _liveness(entry.name), entry.stat(follow_symlinks=False)))
+        return found
+
+    def needs_care(self) -> bool:
+        """Whether `tmp/` or `trash/` hold anything; two looks, no lock."""
+        return any(True for _ in _scan(self._tmp)) or any(True for _ in _scan(self._trash))
+
+    def remove_leftovers(self) -> int:
+        """Remove files of writers that are provably dead, never those of a living one (contract table, row 31)."""
+        removed = 0
+        for path, liveness, _ in self.temporary():
+            if liveness is Liveness.DEAD:
+                self.discard(path)
+                removed += 1
+        return removed
+
+
+def store_path(digest: str) -> str:
+    """The place of a blob below the folder, as manifests name it."""
+    name = digest.removeprefix(PREFIX)
+    return f"sha256/{name[:2]}/{name}"
+
+
+def write_atomically(target: Path, fill: Callable[[int], None], *, overwrite: bool) -> None:
+    """Make a file whose name appears only when `fill(descriptor)` has returned and its bytes are durable.
+
+    The file has no name before that where the filesystem can do so, so that a death leaves nothing behind. Raises
+    FileExistsError without `overwrite`; whatever `fill` raises leaves everything as it was.
+    """
+    folder = os.open(target.parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        temporary = f".{target.name}.agentctl-{os.getpid()}.tmp"
+        try:
+            descriptor, named = os.open(target.parent, os.O_TMPFILE | os.O_WRONLY | os.O_CLOEXEC, 0o666), False
+        except OSError as error:
+            if error.errno not in (errno.EOPNOTSUPP, errno.EISDIR, errno.ENOENT, errno.EINVAL):
+                raise
+            flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW
+            descriptor, named = os.open(temporary, flags, 0o666, dir_fd=folder), True
+        try:
+            fill(descriptor)
+            os.fsync(descriptor)
+            source = temporary if named else f"/proc/self/fd/{descriptor}"
+            try:
+                os.link(source, target.name, src_dir_fd=folder, dst_dir_fd=folder, follow_symlinks=not named)
+            except FileExistsError:
+                if not overwrite:
+                    raise
+                if not named:
+                    # Only a name can take the place of another; this one is there for a moment, with all its bytes.
+                    os.link(source, temporary, src_dir_fd=folder, dst_dir_fd=folder)
+                    named = True
+                os.rename(temporary, target.name, src_dir_fd=folder, dst_dir_fd=folder)
+            os.fsync(folder)
+        finally:
+            os.close(descriptor)
+            if named:
+                with suppress(FileNotFoundError):
+                    os.unlink(temporary, dir_fd=folder)
+    finally:
+        os.close(folder)
+
+
+def _pieces_of(descriptor: int, size: int | None, stopped: Callable[[], bool]) -> Iterator[memoryview]:
+    """The bytes of an open file, always in the same buffer; with `size`, exactly so many."""
+    buffer = memoryview(bytearray(PIECE if size is None else max(1, min(PIECE, size))))
+    done = 0
+    while count := os.readv(descriptor, [buffer]):
+        done += count
+        if stopped():
+            raise Interrupted
+        if size is not None and done > size:
+            break
+        yield buffer[:count]
+    if size is not None and done != size:
+        raise TaskFault("artifact_changed", f"a file of {size} bytes changed its size while it was being stored")
+
+
+def _writer_name() -> str:
+    return process_identity.current().as_text().replace(" ", "_")
+
+
+def _liveness(name: str) -> Liveness:
+    writer = name.partition(".")[0].split("_")
+    if len(writer) != 4 or not all(part.isascii() and part.isdigit() for part in writer[1:]):
+        return Liveness.UNKNOWN
+    return process_identity.liveness(ProcessIdentity(writer[0], int(writer[1]), int(writer[2]), int(writer[3])))
+
+
+def _is_hex(name: str) -> bool:
+    return len(name) == 64 and all(letter in "0123456789abcdef" for letter in name)
+
+
+def _scan(folder: Path | os.DirEntry[str]) -> Iterator[os.DirEntry[str]]:
+    try:
+        with os.scandir(folder) as entries:
+            yield from entries
+    except (FileNotFoundError, NotADirectoryError, PermissionError):
+        return
+
+
+def _mode(path: Path) -> str:
+    """Why a folder cannot be written, as far as it shows: its mode, or that it is mounted read-only."""
+    if os.statvfs(path).f_flag & os.ST_RDONLY:
+        return "(mounted read-only)"
+    return f"(mode {stat.S_IMODE(path.stat().st_mode):04o})"

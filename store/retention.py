@@ -1,0 +1,108 @@
+"""How long runs are kept: removing old ones with everything that belongs to them, and giving the space back.
+
+Only runs that have ended go, one transaction each, and never one that somebody still needs: one with an effect that
+nobody has reconciled, or the source of a run that goes on. Their artifacts are collected afterwards.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Sequence
+from typing import Any
+
+import apsw
+
+from .artifacts import Artifacts
+from .clock import Clock
+from .collection import Collector
+from .database import Connection, Database, all_rows, translate
+from .faults import Faults
+from .states import RUN_FINAL
+
+log = logging.getLogger(__name__)
+
+_NEEDED = (
+    "CASE WHEN EXISTS (SELECT 1 FROM effects e WHERE e.run_id = r.run_id AND e.status = 'uncertain' "
+    "AND e.superseded = 0 AND NOT EXISTS (SELECT 1 FROM effect_reconciliations c WHERE c.effect_id = e.effect_id)) "
+    "THEN 'uncertain_effect' "
+    "WHEN EXISTS (SELECT 1 FROM runs o WHERE o.ended_at IS NULL AND (o.source_run_id = r.run_id "
+    "OR o.parent_run_id = r.run_id)) THEN 'source_of_a_live_run' END"
+)
+"""Why a run that has ended stays all the same, or NULL."""
+
+
+def collect_runs(
+    database: Database,
+    artifacts: Artifacts,
+    clock: Clock,
+    faults: Faults,
+    *,
+    older_than_ms: int,
+    states: Sequence[str],
+    dry_run: bool,
+) -> dict[str, Any]:
+    """Remove runs in these final states that have not changed for that long, then what only they have kept.
+
+    `{runs: {considered, removed, kept: [{runId, why}]}, artifacts: the report of a collection, fileBytesBefore,
+    fileBytesAfter, dryRun}`. A dry run changes nothing and lists in `removed` of the runs what would go.
+    """
+    assert set(states) <= RUN_FINAL
+    cutoff = clock.now() - older_than_ms
+    with database.read() as tx:
+        found = _old_runs(tx, cutoff, states)
+    kept = [{"runId": run_id, "why": why} for run_id, why in found if why is not None]
+    old = [run_id for run_id, why in found if why is None]
+    before = _size(database)
+    removed = old if dry_run else [run_id for run_id in old if _remove(database, run_id)]
+    collector = Collector(database, artifacts, clock, faults)
+    report = collector.collect(older_than_ms=older_than_ms, dry_run=dry_run, without_runs=old if dry_run else ())
+    if not dry_run and removed:
+        _give_back(database)
+    return {
+        "runs": {"considered": len(found), "removed": removed, "kept": kept},
+        "artifacts": report,
+        "fileBytesBefore": before,
+        "fileBytesAfter": _size(database),
+        "dryRun": dry_run,
+    }
+
+
+def _old_runs(tx: Connection, cutoff: int, states: Sequence[str]) -> list[tuple[str, str | None]]:
+    return all_rows(
+        tx.execute(
+            f"SELECT r.run_id, {_NEEDED} FROM runs r WHERE r.ended_at IS NOT NULL AND r.updated_at <= ? "  # noqa: S608
+            "AND r.state IN (SELECT value FROM json_each(?)) ORDER BY r.created_at, r.run_id",
+            (cutoff, json.dumps(sorted(states))),
+        )
+    )
+
+
+def _remove(database: Database, run_id: str) -> bool:
+    """Remove one run, if it is still not needed; everything of it goes with its row."""
+    with database.write(durable=True) as tx:
+        tx.execute(
+            f"DELETE FROM runs AS r WHERE r.run_id = ? AND r.ended_at IS NOT NULL AND ({_NEEDED}) IS NULL",  # noqa: S608
+            (run_id,),
+        )
+        return tx.changes() == 1
+
+
+def _size(database: Database) -> int:
+    wal = database.path.with_name(database.path.name + "-wal")
+    return database.path.stat().st_size + (wal.stat().st_size if wal.exists() else 0)
+
+
+def _give_back(database: Database) -> None:
+    """Rewrite the file without the free pages. Others read meanwhile; who writes waits.
+
+    Where that cannot be done now (a reader holds the log, no room for the second copy), the space is used again later.
+    """
+    database.gate.acquire()
+    try:
+        database.connection.execute("VACUUM")
+        database.connection.execute("PRAGMA wal_checkpoint(TRUNCATE)").fetchall()
+    except (apsw.BusyError, apsw.FullError, apsw.IOError) as error:
+        log.warning("the free space of the database could not be given back now: %s", translate(error, database.path))
+    finally:
+        database.gate.release()

@@ -1,0 +1,186 @@
+"""Is the store what it says? Integrity of the file, the chains of all runs against the tables, digests, artifacts.
+
+It only reads, a short transaction for each run, so it can be asked of a database at work. What it finds is told, never
+repaired: a damaged store is for a person with a backup.
+"""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from . import audit, runs
+from .artifacts import Artifacts
+from .canonical import text_digest
+from .database import Connection, Database, all_rows
+from .errors import AgentctlError, NotFoundError
+from .migrate import LATEST
+from .records import Run
+
+MAX_PROBLEMS = 100
+"""How many problems are listed; `problemCount` is complete."""
+
+
+def verify(database: Database, artifacts: Artifacts | None) -> dict[str, Any]:
+    """Everything that can be checked; without `artifacts` their bytes are left out.
+
+    `{ok, schema, runsChecked, problems: [{where, message}], problemCount, artifacts}`.
+    """
+    found: list[tuple[str, str]] = []
+    with database.read() as tx:
+        found += [("file", str(row[0])) for row in tx.execute("PRAGMA integrity_check") if row[0] != "ok"]
+        found += [
+            (str(table), f"row {number} refers to one of {parent} that is not there")
+            for table, number, parent, _ in tx.execute("PRAGMA foreign_key_check")
+        ]
+        run_ids = [row[0] for row in tx.execute("SELECT run_id FROM runs ORDER BY created_at, run_id")]
+    checked = 0
+    for run_id in run_ids:
+        try:
+            with database.read() as tx:
+                found += [(run_id, message) for message in _run_problems(tx, run_id)]
+            checked += 1
+        except NotFoundError:
+            continue  # it was removed meanwhile
+        except AgentctlError as error:
+            found.append((run_id, error.message))
+    report = None
+    if artifacts is not None:
+        report = artifacts.verify(None)
+        for word in ("missing", "corrupt"):
+            found += [("artifacts", f"{digest} is {word}") for digest in report[word]]
+    return {
+        "ok": not found,
+        "schema": LATEST,
+        "runsChecked": checked,
+        "problems": [{"where": where, "message": message} for where, message in found[:MAX_PROBLEMS]],
+        "problemCount": len(found),
+        "artifacts": report,
+    }
+
+
+def _run_problems(tx: Connection, run_id: str) -> list[str]:
+    """What the tables say of a run and its chain, its trail or its digests do not. Raises `CorruptStore` for a chain
+    that is broken in itself."""
+    run = runs.get(tx, run_id)
+    links = audit.read_chain(tx, run_id)
+    told = _rebuild([state for _, state, _, _ in links])
+    problems: list[str] = []
+    if told["state"] != run.state or told["reason"] != run.reason:
+        problems.append(f"the run is {run.state} ({run.reason}), its chain says {told['state']} ({told['reason']})")
+    if told["cancel"] != (run.cancel_requested_at is not None):
+        problems.append("the chain tells something else of its cancellation")
+    if told["memory"] != [list(row) for row in runs.memory_rows(tx, run_id)]:
+        problems.append("the chain tells of another working memory")
+    problems += _task_problems(tx, run, told)
+    problems += _artifact_problems(tx, run, told["artifacts"])
+    count = tx.execute("SELECT COUNT(*), MAX(sequence) FROM audit_events WHERE run_id = ?", (run_id,)).fetchone()
+    last = tx.execute("SELECT audit_sequence FROM runs WHERE run_id = ?", (run_id,)).fetchone()
+    assert count is not None and last is not None
+    if not count[0] == (count[1] or 0) == last[0]:
+        problems.append("the audit trail has a gap")
+    return problems
+
+
+def _rebuild(chain: list[str]) -> dict[str, Any]:
+    """The state of a run from nothing but its checkpoints. What a worker has claimed is `ready` in it."""
+    first = json.loads(chain[0]) if chain else {"state": None, "created": 0, "workingMemory": {}}
+    tasks: list[list[Any]] = [["pending", 0, None, None] for _ in range(first["created"])]
+    memory = [[key, -1, value] for key, value in first["workingMemory"].items()]
+    told: dict[str, Any] = {"state": first["state"], "reason": None, "cancel": False, "artifacts": {}}
+    for change in map(json.loads, chain[1:]):
+        for position, *values in change.get("tasks", ()):
+            tasks[position] = values
+        memory.extend(change.get("memory", ()))
+        told["artifacts"].update(dict(change.get("artifacts", ())))
+        if "state" in change:
+            told["state"], told["reason"] = change["state"], change.get("reason")
+        told["cancel"] = told["cancel"] or change.get("cancellationRequested", False)
+    memory.sort(key=lambda item: (item[0], item[1]))
+    return {**told, "tasks": tasks, "memory": memory}
+
+
+def _task_problems(tx: Connection, run: Run, told: dict[str, Any]) -> list[str]:
+    problems = []
+    rows = all_rows(
+        tx.execute(
+            "SELECT task_id, state, attempt, output_json, output_digest, delta_json, delta_digest FROM tasks "
+            "WHERE task_no BETWEEN ? AND ? ORDER BY task_no",
+            (run.first_task, run.first_task + run.task_count - 1),
+        )
+    )
+    if len(rows) != len(told["tasks"]):
+        return [f"there are {len(rows)} tasks, its chain tells of {len(told['tasks'])}"]
+    for (task_id, state, attempt, output, output_digest, delta, delta_digest), known in zip(
+        rows, told["tasks"], strict=True
+    ):
+        shown = "ready" if state == "running" else state
+        # The number of an attempt rises with its claim, which appends nothing.
+        if shown != known[0] or (shown != "ready" and [attempt, output_digest] != known[1:3]):
+            problems.append(f"task {task_id} is {state}, its chain says {known[0]}, or another attempt or output")
+        for name, text, digest in (("output", output, output_digest), ("state delta", delta, delta_digest)):
+            if (None if text is None else text_digest(text)) != digest:
+                problems.append(f"the {name} of task {task_id} does not fit its digest")
+    return problems
+
+
+def _artifact_problems(tx: Connection, run: Run, told: dict[int, str]) -> list[str]:
+    """The manifest of each task against the chain, and its references against the manifest."""
+    problems = []
+    for task_id, position, text in all_rows(
+        tx.execute(
+            "SELECT task_id, position, artifact_manifest_json FROM tasks WHERE task_no BETWEEN ? AND ? "
+            "AND (artifact_manifest_json IS NOT NULL OR position IN (SELECT value FROM json_each(?)))",
+            (run.first_task, run.first_task + run.task_count - 1, json.dumps(list(told))),
+        )
+    ):
+        if text is None or text_digest(text) != told.get(position):
+            problems.append(f"the manifest of task {task_id} is not the one that its chain tells of")
+            continue
+        kept = all_rows(
+            tx.execute(
+                "SELECT logical_path, digest, size_bytes FROM artifact_refs WHERE run_id = ? AND task_id = ? "
+                "ORDER BY logical_path",
+                (run.run_id, task_id),
+            )
+        )
+        wanted = [(item["path"], item["digest"], item["sizeBytes"]) for item in json.loads(text)]
+        if sorted(kept) != sorted(wanted):
+            problems.append(f"the references of task {task_id} are not those of its manifest")
+    return problems
+
+
+def statistics(database: Database, artifacts: Artifacts) -> dict[str, Any]:
+    """How large everything is: the file and its log, rows of each table, runs by state, artifacts."""
+    with database.read() as tx:
+
+        def number(sql: str) -> int:
+            row = tx.execute(sql).fetchone()
+            return int(row[0] or 0) if row else 0
+
+        tables = [
+            row[0]
+            for row in tx.execute("SELECT name FROM pragma_table_list WHERE schema = 'main' AND type = 'table'")
+            if not row[0].startswith("sqlite_")
+        ]
+        page = number("PRAGMA page_size")
+        wal = database.path.with_name(database.path.name + "-wal")
+        return {
+            "path": str(database.path),
+            "schema": number("PRAGMA user_version"),
+            "fileBytes": database.path.stat().st_size,
+            "walBytes": wal.stat().st_size if wal.exists() else 0,
+            "freeBytes": number("PRAGMA freelist_count") * page,
+            "runs": dict(all_rows(tx.execute("SELECT state, COUNT(*) FROM runs GROUP BY state ORDER BY state"))),
+            "rows": {name: number(f'SELECT COUNT(*) FROM "{name}"') for name in sorted(tables)},  # noqa: S608
+            "artifacts": {
+                "blobs": number("SELECT COUNT(*) FROM artifact_blobs"),
+                "bytes": number("SELECT SUM(size_bytes) FROM artifact_blobs"),
+                "references": number("SELECT COUNT(*) FROM artifact_refs"),
+                "referencedBytes": number(
+                    "SELECT SUM(size_bytes) FROM artifact_blobs WHERE digest IN (SELECT digest FROM artifact_refs)"
+                ),
+                "leases": number("SELECT COUNT(*) FROM artifact_ingests"),
+                "temporaryFiles": len(artifacts.blobs.temporary()),
+            },
+        }

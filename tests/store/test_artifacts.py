@@ -1,0 +1,571 @@
+"""The artifact store: ingestion, references, leases, collection, recovery, export (architecture 7; contract 8)."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import stat
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from agentctl.store import process_identity
+from agentctl.store.artifacts import LEASE_MS, media_type, reservation_id
+from agentctl.store.blobs import write_atomically
+from agentctl.store.canonical import text_digest
+from agentctl.store.engine import Store
+from agentctl.store.errors import (
+    ConflictError,
+    CorruptStore,
+    EnvironmentFault,
+    LeaseLost,
+    NotFoundError,
+    TaskFault,
+    UsageError,
+)
+from agentctl.store.faults import Faults
+from agentctl.store.records import AttemptHeld, EffectEnd, StartRefused
+from support.artifact_children import measure_staging
+from support.artifacts import HOUR, assert_sound, collect, digest_of, files_of, ingest, litter, names_in, stage
+from support.builders import Driver, Hand, effect_request, new_run, open_store
+from support.children import SPAWN, Children
+from support.clock import ManualClock
+from support.rows import check_chains, dead_identity, ledger_line, one, rows, scalar
+from support.scale import repeats
+
+HELLO = digest_of(b"hello")
+
+
+@pytest.fixture
+def store(tmp_path: Path, clock: ManualClock) -> Iterator[Store]:
+    opened = open_store(tmp_path, clock)
+    yield opened
+    opened.close()
+
+
+@pytest.fixture
+def driver(store: Store) -> Driver:
+    store.create_run(new_run(tasks=4, budget_limits={"artifactBytes": 100}))
+    return Driver(store, "run-1")
+
+
+# -- from a worker to a reference --------------------------------------------------------------------------------------
+
+
+def test_the_batch_turns_the_lease_into_references(store: Store, driver: Driver, clock: ManualClock) -> None:
+    driver.enqueue([0])
+    hand = Hand(store)
+    claim = hand.take()
+    request = effect_request(claim)
+    hand.start(claim, request)
+    end = EffectEnd(request.effect_id, "succeeded", '{"n":1}')
+    assert ingest(store, claim, {"out/b.json": b"hello", "out/a": b""}, end) is None
+    # The effect is confirmed, the bytes are leased, and nothing refers to them yet.
+    assert one(store, "SELECT status, confirmed FROM effects") == ("succeeded", 1)
+    leases = "SELECT logical_path, digest, expires_at FROM artifact_ingests ORDER BY 1"
+    hour = clock.now() + LEASE_MS
+    assert rows(store, leases) == [("out/a", digest_of(b""), hour), ("out/b.json", HELLO, hour)]
+    assert rows(store, "SELECT * FROM artifact_refs") == []
+    hand.finish(claim)
+    [done] = driver.commit()
+    assert rows(store, "SELECT * FROM artifact_ingests") == []
+    found = store.artifacts.references("run-1", "t0")
+    assert [(item["path"], item["digest"], item["sizeBytes"]) for item in found] == [
+        ("out/a", digest_of(b""), 0),
+        ("out/b.json", HELLO, 5),
+    ]
+    manifest = scalar(store, "SELECT artifact_manifest_json FROM tasks WHERE task_id = 't0'")
+    assert manifest == done.artifacts_json
+    assert json.loads(manifest)[1] == {
+        "path": "out/b.json",
+        "digest": HELLO,
+        "sizeBytes": 5,
+        "mediaType": "application/json",
+        "logicalName": "b.json",
+        "storePath": f"sha256/{HELLO[7:9]}/{HELLO[7:]}",
+    }
+    # The chain tells of it, too.
+    last = json.loads(rows(store, "SELECT state_json FROM checkpoints ORDER BY sequence")[-1][0])
+    assert last["artifacts"] == [[0, text_digest(manifest)]]
+    check_chains(store)
+    assert_sound(store.artifacts)
+
+
+def test_the_layout_is_private_and_blobs_are_read_only(store: Store, tmp_path: Path) -> None:
+    litter(store, b"hello")
+    root = tmp_path / "state" / "artifacts"
+    assert set(names_in(root)) >= {"sha256", "tmp", "trash"}
+    for folder in (root, root / "tmp", root / "trash", root / "sha256", root / "sha256" / HELLO[7:9]):
+        assert stat.S_IMODE(folder.stat().st_mode) == 0o700
+    blob = root / "sha256" / HELLO[7:9] / HELLO[7:]
+    assert stat.S_IMODE(blob.stat().st_mode) == 0o400
+    assert blob.read_bytes() == b"hello"
+
+
+def test_an_opening_alone_makes_no_folder(store: Store, tmp_path: Path) -> None:
+    collect(store)
+    assert not (tmp_path / "state" / "artifacts").exists()
+
+
+def test_equal_bytes_are_stored_once(store: Store, driver: Driver) -> None:
+    driver.enqueue([0, 1])
+    hand = Hand(store)
+    for _ in range(2):
+        claim = hand.take()
+        ingest(store, claim, {"x": b"hello", "y": b"hello"})
+        hand.finish(claim)
+    driver.commit()
+    assert rows(store, "SELECT digest, size_bytes FROM artifact_blobs") == [(HELLO, 5)]
+    assert len(store.artifacts.references(None, None)) == 4
+    assert files_of(store) == {HELLO}
+
+
+@pytest.mark.parametrize("damage", ["shorter", "other bytes", "a link", "gone"])
+def test_a_damaged_blob_is_replaced_by_the_next_ingestion(store: Store, damage: str) -> None:
+    litter(store, b"hello")
+    blob = store.artifacts.blobs.path_of(HELLO)
+    blob.chmod(0o600)
+    if damage == "shorter":
+        blob.write_bytes(b"hel")
+    elif damage == "other bytes":
+        blob.write_bytes(b"HELLO")
+    else:
+        blob.unlink()
+        if damage == "a link":
+            blob.symlink_to("/etc/hostname")
+    report = store.artifacts.verify(None)
+    assert report["missing"] + report["corrupt"] == [HELLO]
+    assert report["missing"] == ([HELLO] if damage == "gone" else [])
+    litter(store, b"hello")
+    assert_sound(store.artifacts)
+    assert blob.read_bytes() == b"hello"
+
+
+def test_a_fence_that_does_not_hold_keeps_nothing(store: Store, driver: Driver) -> None:
+    driver.enqueue([0])
+    claim = Hand(store).take()
+    assert store.rescue([(claim.fence.attempt_id, 1)], dead=[], why="x", actor="test") == ["ready"]
+    with pytest.raises(LeaseLost):
+        store.artifacts.begin(claim, None, {"x": 5})
+    with pytest.raises(LeaseLost):
+        store.artifacts.keep(claim, stage(store, {"x": b"hello"}), Faults(None))
+    assert rows(store, "SELECT * FROM artifact_blobs") == []
+    assert store.artifacts.verify(None)["untracked"] == [HELLO]
+
+
+def test_a_second_delivery_ingests_again_and_pays_once(store: Store, driver: Driver) -> None:
+    driver.enqueue([0])
+    hand = Hand(store)
+    claim = hand.take()
+    ingest(store, claim, {"x": b"hello", "y": b"old"})
+    assert ledger_line(store, "artifactBytes") == (100, 8, 0)
+    store.rescue([(claim.fence.attempt_id, 1)], dead=[], why="x", actor="test")
+    claim = hand.take()
+    ingest(store, claim, {"x": b"hello", "z": b"new!"})
+    assert ledger_line(store, "artifactBytes") == (100, 12, 0)
+    hand.finish(claim)
+    driver.commit()
+    assert [item["path"] for item in store.artifacts.references(None, None)] == ["x", "z"]
+
+
+def test_missing_bytes_fail_their_own_task_only(store: Store, driver: Driver) -> None:
+    driver.enqueue([0, 1])
+    hand = Hand(store)
+    for data in (b"hello", b"other"):
+        claim = hand.take()
+        ingest(store, claim, {"x": data})
+        hand.finish(claim)
+    store.artifacts.blobs.path_of(HELLO).unlink()
+    driver.commit()
+    states = dict(rows(store, "SELECT task_id, state FROM tasks WHERE task_id IN ('t0', 't1')"))
+    assert states == {"t0": "failed", "t1": "succeeded"}
+    error = json.loads(scalar(store, "SELECT error_json FROM tasks WHERE task_id = 't0'"))
+    assert (error["code"], error["details"]["path"]) == ("artifact_missing", "x")
+
+
+@pytest.mark.parametrize(
+    ("path", "expected"),
+    [
+        ("a.json", "application/json"),
+        ("a.YML", "application/yaml"),
+        ("a/b.yaml", "application/yaml"),
+        ("README.md", "text/markdown"),
+        ("x.log", "text/plain"),
+        ("x.txt", "text/plain"),
+        ("x.csv", "text/csv"),
+        ("x.tar.gz", "application/octet-stream"),
+        ("json", "application/octet-stream"),
+        (".json", "application/octet-stream"),
+    ],
+)
+def test_media_types(path: str, expected: str) -> None:
+    assert media_type(path) == expected
+
+
+# -- budget ------------------------------------------------------------------------------------------------------------
+
+
+def test_the_name_of_a_reservation_is_that_of_the_contract() -> None:
+    digest = "a8916b4ac616c84997ea3ce4d6c20f77f8397d5cc4ef09b8dcafd25799b8bf05"
+    assert reservation_id("write", "artifacts/a.txt") == f"artifact:write:{digest}"
+
+
+def test_bytes_are_reserved_before_they_are_stored(store: Store, driver: Driver) -> None:
+    driver.enqueue([0, 1])
+    hand = Hand(store)
+    claim = hand.take()
+    assert store.artifacts.begin(claim, None, {"x": 60}) is None
+    assert ledger_line(store, "artifactBytes") == (100, 0, 60)
+    # What others have reserved may come back, so this one waits, without a worker.
+    other = Hand(store, "worker-2").take()
+    assert store.artifacts.begin(other, None, {"x": 30, "y": 30}) == AttemptHeld("budget")
+    assert ledger_line(store, "artifactBytes") == (100, 0, 60)
+    store.artifacts.give_up(claim, ["x"])
+    assert ledger_line(store, "artifactBytes") == (100, 0, 0)
+    assert driver.let_in() == [1]
+    again = hand.take()
+    assert again.fence.attempt_id == other.fence.attempt_id
+    assert ingest(store, again, {"x": b"x" * 30, "y": b"y" * 30}) is None
+    assert ledger_line(store, "artifactBytes") == (100, 60, 0)
+
+
+def test_what_can_never_fit_is_denied_as_a_whole(store: Store, driver: Driver) -> None:
+    driver.enqueue([0])
+    claim = Hand(store).take()
+    answer = store.artifacts.begin(claim, None, {"x": 60, "y": 41})
+    assert answer == StartRefused("budget", {"dimension": "artifactBytes", "limit": 100, "attempted": 101})
+    assert ledger_line(store, "artifactBytes") == (100, 0, 0)
+    assert store.artifacts.begin(claim, None, {"x": 60, "y": 40}) is None
+
+
+def test_an_attempt_that_ends_without_ingesting_gives_its_bytes_back(store: Store, driver: Driver) -> None:
+    driver.enqueue([0, 1])
+    hand = Hand(store)
+    claim = hand.take()
+    store.artifacts.begin(claim, None, {"x": 60})
+    hand.finish(claim, "failed")
+    hand.take()
+    assert ledger_line(store, "artifactBytes") == (100, 0, 60)
+    driver.commit()
+    assert ledger_line(store, "artifactBytes") == (100, 0, 0)
+    assert rows(store, "SELECT * FROM budget_reservations WHERE state = 'open'") == []
+
+
+# -- collection --------------------------------------------------------------------------------------------------------
+
+
+def test_only_what_nothing_needs_is_collected(store: Store, driver: Driver, clock: ManualClock) -> None:
+    driver.enqueue([0, 1])
+    hand = Hand(store)
+    kept, made = hand.take(), Hand(store, "worker-2").take()
+    ingest(store, kept, {"x": b"kept"})
+    hand.finish(kept)
+    ingest(store, made, {"x": b"made"})
+    free = litter(store, b"free", b"also free")
+    clock.advance(100 * 24 * HOUR)  # every lease has expired
+    assert collect(store, dry_run=True) == {
+        "considered": 2,
+        "removed": [],
+        "reclaimedBytes": 13,
+        "temporaryFilesConsidered": 0,
+        "temporaryFilesRemoved": 0,
+    }
+    assert len(files_of(store)) == 4
+    # Neither what is finished but not committed, nor what a live attempt has made, whatever the clock says.
+    assert collect(store)["removed"] == sorted(free)
+    assert files_of(store) == {digest_of(b"kept"), digest_of(b"made")}
+    driver.commit()
+    assert collect(store)["removed"] == []
+    store.database.connection.execute("DELETE FROM runs")
+    assert collect(store)["removed"] == sorted([digest_of(b"kept"), digest_of(b"made")])
+    assert_sound(store.artifacts)
+
+
+def test_a_lease_protects_for_an_hour_after_its_attempt_is_over(
+    store: Store, driver: Driver, clock: ManualClock
+) -> None:
+    """Field report 14, second part: after ingestion the worker dies, and the task never commits."""
+    driver.enqueue([0])
+    hand = Hand(store)
+    ingest(store, hand.take(), {"x": b"hello"})
+    clock.advance(61 * 60)
+    assert collect(store)["removed"] == []  # somebody may still deliver it again
+    store.request_cancel("run-1", reason="x", actor="test")
+    claims = [(row[0], row[1]) for row in store.claims()]
+    store.rescue(claims, dead=[], why="died", actor="test")
+    with store.database.write() as tx:
+        tx.execute("UPDATE artifact_ingests SET expires_at = ?", (clock.now() + LEASE_MS,))
+    driver.end("cancelled", stop="cancel_requested")
+    assert scalar(store, "SELECT state FROM attempts") == "closed"
+    assert collect(store)["removed"] == []
+    clock.advance(61 * 60)
+    assert collect(store)["removed"] == [HELLO]
+    assert rows(store, "SELECT * FROM artifact_ingests") == []
+    assert_sound(store.artifacts)
+
+
+def test_age_counts(store: Store, clock: ManualClock) -> None:
+    [old] = litter(store, b"old")
+    clock.advance(24 * HOUR)
+    litter(store, b"new")
+    day = 24 * 3600 * 1000
+    assert collect(store, older_than_ms=2 * day)["considered"] == 0
+    assert collect(store, older_than_ms=day)["removed"] == [old]
+
+
+def test_old_content_that_is_made_again_survives_a_collection_that_has_chosen_it(
+    store: Store, driver: Driver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The ingestion comes between the choice and the first slice, which is when nobody holds the lock."""
+    from agentctl.store import collection
+
+    litter(store, b"hello", b"free")
+    driver.enqueue([0])
+    hand = Hand(store)
+    claim = hand.take()
+    choose = collection.Collector._candidates
+
+    def choose_and_wait(collector: collection.Collector, *rest: Any) -> list[tuple[str, int]]:
+        chosen = choose(collector, *rest)
+        ingest(store, claim, {"x": b"hello"})
+        return chosen
+
+    monkeypatch.setattr(collection.Collector, "_candidates", choose_and_wait)
+    report = collect(store)
+    assert (report["considered"], report["removed"]) == (2, [digest_of(b"free")])
+    hand.finish(claim)
+    driver.commit()
+    assert files_of(store) == {HELLO}
+    assert_sound(store.artifacts)
+
+
+def test_an_untracked_file_is_removed_when_it_is_old(store: Store, clock: ManualClock) -> None:
+    with store.artifacts.blobs.locked():
+        store.artifacts.blobs.place(store.artifacts.blobs.stage_bytes(b"hello"))
+    blob = store.artifacts.blobs.path_of(HELLO)
+    written = blob.stat().st_mtime_ns // 1_000_000
+    clock.set_wall(written + 10_000)
+    assert collect(store, older_than_ms=20_000)["considered"] == 0
+    assert collect(store, older_than_ms=5_000)["removed"] == [HELLO]
+    assert not blob.exists()
+
+
+def test_a_blob_with_a_reference_cannot_be_deleted_by_anybody(store: Store, driver: Driver) -> None:
+    driver.enqueue([0])
+    hand = Hand(store)
+    claim = hand.take()
+    ingest(store, claim, {"x": b"hello"})
+    hand.finish(claim)
+    driver.commit()
+    with pytest.raises(ConflictError), store.database.write() as tx:
+        tx.execute("DELETE FROM artifact_blobs")
+
+
+# -- recovery ----------------------------------------------------------------------------------------------------------
+
+
+def test_what_a_dead_collection_has_taken_away_comes_back(store: Store, tmp_path: Path, clock: ManualClock) -> None:
+    """Row there: back in its place. Row gone: deleted. Made again meanwhile: the new one stays."""
+    litter(store, b"back", b"gone", b"again")
+    blobs = store.artifacts.blobs
+    for data in (b"back", b"gone", b"again"):
+        assert blobs.quarantine(digest_of(data))
+    with store.database.write() as tx:
+        tx.execute("DELETE FROM artifact_blobs WHERE digest = ?", (digest_of(b"gone"),))
+    litter(store, b"again")
+    store.close()
+    again = open_store(tmp_path, clock)
+    assert files_of(again) == {digest_of(b"back"), digest_of(b"again")}
+    assert_sound(again.artifacts)
+    again.close()
+
+
+def test_files_of_dead_writers_are_removed_and_those_of_living_ones_never(
+    store: Store, tmp_path: Path, clock: ManualClock
+) -> None:
+    litter(store, b"x")
+    folder = tmp_path / "state" / "artifacts" / "tmp"
+    (folder / f"{dead_identity().replace(' ', '_')}.1").write_bytes(b"half")
+    own = f"{process_identity.current().as_text().replace(' ', '_')}.99"
+    (folder / own).write_bytes(b"half")
+    (folder / "no writer").write_bytes(b"half")
+    open_store(tmp_path, clock).close()
+    assert names_in(folder) == sorted([own, "no writer"])
+    # Nobody knows whose it is: a collection takes it when it has been there for long.
+    now = (folder / "no writer").stat().st_mtime_ns // 1_000_000
+    clock.set_wall(now + 1000)
+    assert collect(store)["temporaryFilesRemoved"] == 0
+    clock.set_wall(now + 25 * 3600 * 1000)
+    assert collect(store, older_than_ms=0)["temporaryFilesRemoved"] == 1
+    assert names_in(folder) == [own]
+
+
+def test_recovery_leaves_the_lock_to_who_has_it(store: Store, tmp_path: Path, clock: ManualClock) -> None:
+    """Whoever only wants to look waits for nobody; the next opening does it."""
+    litter(store, b"x")
+    store.artifacts.blobs.quarantine(digest_of(b"x"))
+    with store.artifacts.blobs.locked():
+        open_store(tmp_path, clock).close()
+        assert store.artifacts.blobs.trashed() == [digest_of(b"x")]
+    with store.artifacts.blobs.locked(".collect.lock"):
+        open_store(tmp_path, clock).close()
+    assert_sound(store.artifacts)
+
+
+# -- bounds of files ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("size", [0, 3, 1 << 20, (1 << 20) + 1])
+def test_a_file_is_copied_whole(store: Store, tmp_path: Path, size: int) -> None:
+    data = os.urandom(size)
+    source = tmp_path / "source"
+    source.write_bytes(data)
+    with open(source, "rb") as file:
+        staged = store.artifacts.blobs.stage_file(file.fileno(), size, lambda: False)
+    assert (staged.digest, staged.size) == (digest_of(data), size)
+    assert staged.path.read_bytes() == data
+
+
+@pytest.mark.parametrize("believed", [4, 6])
+def test_a_file_that_changes_its_size_is_refused(store: Store, tmp_path: Path, believed: int) -> None:
+    (tmp_path / "source").write_bytes(b"hello")
+    with open(tmp_path / "source", "rb") as file, pytest.raises(TaskFault, match="changed its size"):
+        store.artifacts.blobs.stage_file(file.fileno(), believed, lambda: False)
+    assert store.artifacts.blobs.temporary() == []
+
+
+def test_memory_does_not_grow_with_the_file(tmp_path: Path, children: Children) -> None:
+    size = repeats(1 << 30)
+    with open(tmp_path / "large", "wb") as file:
+        file.truncate(size)
+    ours, theirs = SPAWN.Pipe(duplex=False)
+    children.spawn(measure_staging, str(tmp_path), size, theirs)
+    assert children.join() == [0]
+    assert ours.recv() < 64_000_000
+
+
+def test_a_full_disk_leaves_nothing(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    litter(store, b"x")
+
+    def full(descriptor: int, data: object) -> int:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(os, "write", full)
+    with pytest.raises(OSError, match="No space"):
+        store.artifacts.blobs.stage_bytes(b"hello")
+    monkeypatch.undo()
+    assert_sound(store.artifacts)
+
+
+# -- for people --------------------------------------------------------------------------------------------------------
+
+
+def test_find(store: Store) -> None:
+    a, b = litter(store, b"hello", b"x")
+    assert store.artifacts.find(a) == store.artifacts.find(a[7:]) == store.artifacts.find(a[7:10].upper()) == a
+    for bad in ("", "xyz", "sha256:", "sha256:" + "0" * 65):
+        with pytest.raises(UsageError):
+            store.artifacts.find(bad)
+    with pytest.raises(NotFoundError):
+        store.artifacts.find("0" * 64)
+    assert b[7] == a[7]
+    with pytest.raises(UsageError, match="several"):
+        store.artifacts.find(a[7:8])
+
+
+@pytest.fixture(params=[True, False], ids=["unnamed", "named"])
+def unnamed(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> bool:
+    """Filesystems with and without files that have no name."""
+    if not request.param:
+        really = os.open
+
+        def without(path: str, flags: int, *args: int, **names: int) -> int:
+            if flags & os.O_TMPFILE == os.O_TMPFILE:
+                raise OSError(errno.EOPNOTSUPP, "Operation not supported")
+            return really(path, flags, *args, **names)
+
+        monkeypatch.setattr(os, "open", without)
+    return bool(request.param)
+
+
+def test_export(store: Store, tmp_path: Path, unnamed: bool) -> None:
+    litter(store, b"hello")
+    folder = tmp_path / "out"
+    folder.mkdir()
+    target = folder / "file"
+    assert store.artifacts.export(HELLO, target, overwrite=False) == 5
+    assert target.read_bytes() == b"hello"
+    assert os.access(target, os.W_OK)
+    target.write_bytes(b"mine")
+    with pytest.raises(ConflictError, match="exists"):
+        store.artifacts.export(HELLO, target, overwrite=False)
+    assert target.read_bytes() == b"mine"
+    store.artifacts.export(HELLO, target, overwrite=True)
+    assert target.read_bytes() == b"hello"
+    (folder / "link").symlink_to(target)
+    for bad in (folder, folder / "link", folder / "no" / "file"):
+        with pytest.raises(UsageError):
+            store.artifacts.export(HELLO, bad, overwrite=True)
+    assert names_in(folder) == ["file", "link"]
+
+
+@pytest.mark.parametrize("overwrite", [True, False])
+def test_damaged_bytes_are_never_exported(store: Store, tmp_path: Path, unnamed: bool, overwrite: bool) -> None:
+    litter(store, b"hello")
+    folder = tmp_path / "out"
+    folder.mkdir()
+    if overwrite:
+        (folder / "file").write_bytes(b"mine")
+    blob = store.artifacts.blobs.path_of(HELLO)
+    blob.chmod(0o600)
+    blob.write_bytes(b"HELLO")
+    for _ in range(2):
+        with pytest.raises(CorruptStore):
+            store.artifacts.export(HELLO, folder / "file", overwrite=overwrite)
+        blob.unlink(missing_ok=True)
+    assert names_in(folder) == (["file"] if overwrite else [])
+    assert not overwrite or (folder / "file").read_bytes() == b"mine"
+
+
+def test_a_failed_fill_leaves_nothing(tmp_path: Path, unnamed: bool) -> None:
+    def fail(descriptor: int) -> None:
+        os.write(descriptor, b"half")
+        raise RuntimeError
+
+    with pytest.raises(RuntimeError):
+        write_atomically(tmp_path / "file", fail, overwrite=True)
+    assert names_in(tmp_path) == []
+
+
+def test_a_store_that_cannot_be_written_is_named(store: Store, tmp_path: Path) -> None:
+    store.artifacts.blobs.require_writable()
+    root = tmp_path / "state" / "artifacts"
+    root.write_bytes(b"a file")
+    with pytest.raises(EnvironmentFault, match="not a folder"):
+        store.artifacts.blobs.require_writable()
+
+
+def test_inspect(store: Store, driver: Driver, clock: ManualClock) -> None:
+    driver.enqueue([0])
+    hand = Hand(store)
+    claim = hand.take()
+    ingest(store, claim, {"x": b"hello"})
+    found = store.artifacts.inspect(HELLO)
+    assert (found["status"], found["references"]) == ("ok", [])
+    assert found["leases"] == [
+        {
+            "runId": "run-1",
+            "taskId": "t0",
+            "path": "x",
+            "expiresAt": clock.now() + LEASE_MS,
+            "attemptState": "claimed",
+        }
+    ]
+    [blob] = store.artifacts.stored()
+    assert (blob["references"], blob["leasedUntil"]) == (0, clock.now() + LEASE_MS)
+    hand.finish(claim)
+    driver.commit()
+    found = store.artifacts.inspect(HELLO)
+    assert ([item["taskId"] for item in found["references"]], found["leases"]) == (["t0"], [])

@@ -1,0 +1,327 @@
+"""The care of a store: verification, statistics, backup and restore, retention."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import apsw
+import pytest
+from agentctl.store import migrate
+from agentctl.store.backup import backup, restore
+from agentctl.store.engine import Store
+from agentctl.store.errors import ConflictError, CorruptStore, IncompatibleVersion, NotFoundError, UsageError
+from agentctl.store.faults import Faults
+from agentctl.store.records import EffectEnd, NewReconciliation
+from agentctl.store.retention import collect_runs
+from agentctl.store.verification import statistics, verify
+from support.artifacts import assert_sound, digest_of, files_of, ingest, litter, names_in
+from support.builders import Driver, Hand, effect_request, new_run, open_store, process_row
+from support.clock import ManualClock
+from support.rows import check_chains, rows, scalar
+
+DAY = 24 * 3600 * 1000
+STATES = ("succeeded", "failed", "cancelled")
+
+
+@pytest.fixture
+def store(tmp_path: Path, clock: ManualClock) -> Iterator[Store]:
+    opened = open_store(tmp_path, clock)
+    yield opened
+    opened.close()
+
+
+def finished_run(store: Store, run_id: str, files: dict[str, bytes], state: str = "succeeded") -> None:
+    """A run with one task that has kept these files."""
+    store.create_run(new_run(run_id, 1, memory={"k": "1"}))
+    driver = Driver(store, run_id)
+    driver.enqueue([0])
+    hand = Hand(store)
+    claim = hand.take(run_id)
+    request = effect_request(claim)
+    hand.start(claim, request)
+    ingest(store, claim, files, EffectEnd(request.effect_id, "succeeded", "1"))
+    hand.finish(claim)
+    driver.commit()
+    driver.end(state)
+
+
+@pytest.fixture
+def half_done(store: Store) -> Store:
+    """A finished run, and one in the middle of everything: committed, finished, ingested, started, held, waiting."""
+    finished_run(store, "run-0", {"a": b"one", "b": b"two"})
+    store.register(process_row("worker-1"))
+    store.register(process_row("worker-2"))
+    store.register(process_row("driver-1", kind="coordinator"))
+    store.create_run(new_run(tasks=7, memory={"k": "1"}, budget_limits={"artifactBytes": 1000}))
+    driver = Driver(store, "run-1")
+    driver.enqueue([0, 1, 2, 3, 4])
+    hand = Hand(store)
+    for content in (b"committed", b"finished"):
+        claim = hand.take()
+        ingest(store, claim, {"x": content})
+        hand.finish(claim)
+        if content == b"committed":
+            driver.commit()
+    ingest(store, hand.take(), {"x": b"ingested"})
+    claim = Hand(store, "worker-2").take()
+    Hand(store, "worker-2").start(claim, effect_request(claim, idempotency="unknown"))
+    claim = Hand(store, "worker-2").take()
+    Hand(store, "worker-2").start(claim, effect_request(claim, idempotency="idempotent"))
+    litter(store, b"garbage")
+    return store
+
+
+# -- verification ------------------------------------------------------------------------------------------------------
+
+
+def test_a_sound_store(half_done: Store) -> None:
+    report = verify(half_done.database, half_done.artifacts)
+    assert (report["ok"], report["problems"], report["runsChecked"]) == (True, [], 2)
+    assert report["artifacts"]["checked"] == 6
+    found = statistics(half_done.database, half_done.artifacts)
+    assert found["runs"] == {"running": 1, "succeeded": 1}
+    assert (found["rows"]["runs"], found["rows"]["tasks"]) == (2, 8)
+    assert found["artifacts"]["blobs"] == 6
+    assert found["artifacts"]["references"] == 3
+    assert found["artifacts"]["leases"] == 2
+    assert found["artifacts"]["bytes"] == sum(
+        map(len, (b"one", b"two", b"committed", b"finished", b"ingested", b"garbage"))
+    )
+    assert found["fileBytes"] > 0
+
+
+@pytest.mark.parametrize(
+    ("sql", "told"),
+    [
+        ("UPDATE runs SET reason = 'other' WHERE run_id = 'run-0'", "its chain says"),
+        ("UPDATE runs SET cancel_requested_at = 1 WHERE run_id = 'run-0'", "cancellation"),
+        ("DROP TRIGGER tasks_final; UPDATE tasks SET state = 'failed' WHERE run_id = 'run-0'", "is failed"),
+        ("UPDATE tasks SET output_json = '2' WHERE run_id = 'run-0'", "does not fit its digest"),
+        ("UPDATE tasks SET delta_json = '{}' WHERE run_id = 'run-0'", "state delta"),
+        ("UPDATE tasks SET attempt = 7 WHERE run_id = 'run-0'", "another attempt"),
+        ("UPDATE tasks SET artifact_manifest_json = '[]' WHERE run_id = 'run-0'", "manifest"),
+        ("UPDATE tasks SET artifact_manifest_json = NULL WHERE run_id = 'run-0'", "manifest"),
+        ("DELETE FROM artifact_refs WHERE run_id = 'run-0' AND logical_path = 'a'", "references"),
+        ("INSERT INTO memory_values VALUES ('run-0', 'k', 5, '2')", "working memory"),
+        ("UPDATE runs SET audit_sequence = 99 WHERE run_id = 'run-0'", "gap"),
+        (
+            "DROP TRIGGER checkpoints_no_update; UPDATE checkpoints SET state_json = '{}' "
+            "WHERE run_id = 'run-0' AND sequence = 2",
+            "does not continue the chain",
+        ),
+        (
+            "DROP TRIGGER checkpoints_no_delete; DELETE FROM checkpoints WHERE run_id = 'run-0' AND sequence > 1",
+            "ends at checkpoint",
+        ),
+    ],
+)
+def test_what_somebody_has_changed_by_hand_is_found(half_done: Store, sql: str, told: str) -> None:
+    half_done.database.connection.execute(sql)
+    report = verify(half_done.database, half_done.artifacts)
+    assert not report["ok"]
+    assert {problem["where"] for problem in report["problems"]} == {"run-0"}
+    assert told in " ".join(problem["message"] for problem in report["problems"])
+
+
+def test_damaged_bytes_and_dangling_rows_are_found(half_done: Store) -> None:
+    half_done.artifacts.blobs.path_of(digest_of(b"one")).unlink()
+    half_done.database.connection.execute(
+        "PRAGMA foreign_keys = OFF; DELETE FROM tasks WHERE run_id = 'run-0'; PRAGMA foreign_keys = ON"
+    )
+    report = verify(half_done.database, half_done.artifacts)
+    assert {problem["where"] for problem in report["problems"]} >= {"artifacts", "attempts", "run-0"}
+    assert verify(half_done.database, None)["artifacts"] is None
+
+
+# -- backup ------------------------------------------------------------------------------------------------------------
+
+
+def test_a_backup_of_a_store_at_work_is_one_moment_in_which_everybody_died(
+    half_done: Store, tmp_path: Path, clock: ManualClock
+) -> None:
+    before = rows(half_done, "SELECT * FROM attempts ORDER BY 1")
+    report = backup(half_done, tmp_path / "copy")
+    assert (report["runs"], report["artifacts"], report["settledAttempts"]) == (2, 5, 3)
+    assert names_in(tmp_path / "copy") == ["artifacts", "runtime.db"]
+    assert rows(half_done, "SELECT * FROM attempts ORDER BY 1") == before, "the original was touched"
+    assert len(half_done.live_processes()) == 3
+    for path in (tmp_path / "copy").rglob("*"):
+        assert path.stat().st_mode & 0o077 == 0
+    restored_at = tmp_path / "new" / "place" / "agentctl.db"
+    assert restore(tmp_path / "copy", restored_at, clock)["artifacts"] == 5
+    copy = Store(restored_at, clock)
+    assert verify(copy.database, copy.artifacts)["ok"]
+    assert_sound(copy.artifacts)
+    # Garbage did not come along; what was in the making did.
+    assert digest_of(b"garbage") not in files_of(copy)
+    assert digest_of(b"ingested") in files_of(copy)
+    assert copy.live_processes() == []
+    assert copy.run_head("run-1")[2] is None
+    states = dict(rows(copy, "SELECT task_id, state FROM attempts WHERE run_id = 'run-1'"))
+    assert states == {"t0": "closed", "t1": "finished", "t2": "ready", "t3": "finished", "t4": "ready"}
+    assert dict(rows(copy, "SELECT task_id, status FROM effects WHERE run_id = 'run-1'")) == {
+        "t3": "uncertain",
+        "t4": "requested",
+    }
+    # The run goes on in the copy.
+    driver = Driver(copy, "run-1", "driver-2")
+    driver.commit()
+    hand = Hand(copy, "worker-3")
+    claim = hand.take()
+    assert claim.fence.delivery == 2
+    ingest(copy, claim, {"x": b"ingested"})
+    hand.finish(claim)
+    driver.commit()
+    check_chains(copy)
+    assert verify(copy.database, copy.artifacts)["ok"]
+    copy.close()
+
+
+def test_a_backup_needs_a_new_name_and_sound_bytes(half_done: Store, tmp_path: Path) -> None:
+    (tmp_path / "there").mkdir()
+    with pytest.raises(ConflictError, match="exists"):
+        backup(half_done, tmp_path / "there")
+    with pytest.raises(UsageError):
+        backup(half_done, tmp_path / "no" / "folder")
+    # Damaged garbage is nobody's loss; damaged bytes of a run are no backup.
+    half_done.artifacts.blobs.path_of(digest_of(b"garbage")).unlink()
+    backup(half_done, tmp_path / "good")
+    half_done.artifacts.blobs.path_of(digest_of(b"one")).unlink()
+    with pytest.raises(CorruptStore, match=digest_of(b"one")):
+        backup(half_done, tmp_path / "bad")
+    assert {name for name in names_in(tmp_path) if "bad" in name} == set()
+
+
+def test_a_backup_without_artifacts(store: Store, tmp_path: Path, clock: ManualClock) -> None:
+    store.create_run(new_run())
+    assert backup(store, tmp_path / "copy")["artifacts"] == 0
+    assert names_in(tmp_path / "copy") == ["runtime.db"]
+    assert restore(tmp_path / "copy", tmp_path / "r.db", clock)["runs"] == 1
+
+
+def test_restore_refuses_what_it_cannot_use(half_done: Store, tmp_path: Path, clock: ManualClock) -> None:
+    good = tmp_path / "good"
+    backup(half_done, good)
+    with pytest.raises(ConflictError, match="there is a database"):
+        restore(good, half_done.path, clock)
+    with pytest.raises(NotFoundError, match="no backup"):
+        restore(tmp_path, tmp_path / "r.db", clock)
+    for companion in ("-wal", "-shm", "-journal"):
+        (tmp_path / f"r.db{companion}").write_bytes(b"x")
+        with pytest.raises(ConflictError, match="earlier database"):
+            restore(good, tmp_path / "r.db", clock)
+        (tmp_path / f"r.db{companion}").unlink()
+    (good / "runtime.db-wal").write_bytes(b"x")
+    with pytest.raises(UsageError, match="in use"):
+        restore(good, tmp_path / "r.db", clock)
+    (good / "runtime.db-wal").unlink()
+    other = apsw.Connection(str(good / "runtime.db"))
+    other.execute("PRAGMA journal_mode = DELETE").fetchall()
+    other.execute(f"PRAGMA user_version = {migrate.LATEST + 1}")
+    other.close()
+    with pytest.raises(IncompatibleVersion, match="schema"):
+        restore(good, tmp_path / "r.db", clock)
+    other = apsw.Connection(str(good / "runtime.db"))
+    other.execute(f"PRAGMA user_version = {migrate.LATEST}; PRAGMA application_id = 5")
+    other.close()
+    with pytest.raises(IncompatibleVersion, match="another program"):
+        restore(good, tmp_path / "r.db", clock)
+    (good / "runtime.db").write_bytes(os.urandom(8192))
+    with pytest.raises(CorruptStore):
+        restore(good, tmp_path / "r.db", clock)
+    assert [name for name in names_in(tmp_path) if name.startswith("r.db")] == []
+
+
+def test_a_backup_with_damaged_bytes_restores_nothing(half_done: Store, tmp_path: Path, clock: ManualClock) -> None:
+    backup(half_done, tmp_path / "copy")
+    digest = digest_of(b"one")[7:]
+    blob = tmp_path / "copy" / "artifacts" / "sha256" / digest[:2] / digest
+    blob.chmod(0o600)
+    blob.write_bytes(b"ONE")
+    with pytest.raises(CorruptStore, match=digest):
+        restore(tmp_path / "copy", tmp_path / "r" / "r.db", clock)
+    assert not (tmp_path / "r" / "r.db").exists()
+    assert not [path for path in (tmp_path / "r").rglob("*") if path.is_file() and path.name.startswith(".")]
+
+
+# -- retention ---------------------------------------------------------------------------------------------------------
+
+
+def gc(store: Store, days: int = 30, states: tuple[str, ...] = STATES, dry_run: bool = False) -> dict[str, object]:
+    return collect_runs(
+        store.database,
+        store.artifacts,
+        store.clock,
+        Faults(None),
+        older_than_ms=days * DAY,
+        states=states,
+        dry_run=dry_run,
+    )
+
+
+def test_old_runs_go_with_everything_and_others_stay(store: Store, clock: ManualClock) -> None:
+    finished_run(store, "run-old", {"x": b"shared", "y": b"old"})
+    finished_run(store, "run-failed", {"x": b"failed"}, "failed")
+    clock.advance(31 * DAY / 1000)
+    finished_run(store, "run-new", {"x": b"shared"})
+    store.create_run(new_run("run-live"))
+    dry = gc(store, states=("succeeded",), dry_run=True)
+    assert dry["runs"] == {"considered": 1, "removed": ["run-old"], "kept": []}
+    assert dry["artifacts"]["considered"] == 1  # type: ignore[index]
+    assert scalar(store, "SELECT COUNT(*) FROM runs") == 4
+    done = gc(store, states=("succeeded",))
+    assert done["runs"] == dry["runs"]
+    assert done["artifacts"]["removed"] == [digest_of(b"old")]  # type: ignore[index]
+    assert {row[0] for row in rows(store, "SELECT run_id FROM runs")} == {"run-failed", "run-new", "run-live"}
+    for table in ("tasks", "attempts", "effects", "audit_events", "checkpoints", "artifact_refs", "memory_values"):
+        found = {row[0] for row in rows(store, f"SELECT DISTINCT run_id FROM {table}")}  # noqa: S608
+        assert "run-old" not in found
+    assert gc(store)["runs"]["removed"] == ["run-failed"]  # type: ignore[index]
+    clock.advance(365 * DAY / 1000)
+    assert gc(store, days=0)["runs"]["removed"] == ["run-new"]  # type: ignore[index]
+    assert files_of(store) == set()
+    assert verify(store.database, store.artifacts)["ok"]
+
+
+def test_what_somebody_still_needs_stays(store: Store, clock: ManualClock) -> None:
+    finished_run(store, "run-source", {})
+    store.create_run(new_run("run-doubt", 1))
+    driver = Driver(store, "run-doubt")
+    driver.enqueue([0])
+    hand = Hand(store)
+    claim = hand.take("run-doubt")
+    request = effect_request(claim, idempotency="unknown")
+    hand.start(claim, request)
+    hand.finish(claim, "uncertain", effect=EffectEnd(request.effect_id, "uncertain", None, "{}"))
+    driver.commit()
+    driver.end("failed", stop="task_failed")
+    store.create_run(new_run("run-live", 1))
+    with store.database.write() as tx:
+        tx.execute("UPDATE runs SET source_run_id = 'run-source' WHERE run_id = 'run-live'")
+    clock.advance(1)
+    found = gc(store, days=0)["runs"]
+    kept = [
+        {"runId": "run-doubt", "why": "uncertain_effect"},
+        {"runId": "run-source", "why": "source_of_a_live_run"},
+    ]
+    assert found == {"considered": 2, "removed": [], "kept": kept}
+    store.reconcile(NewReconciliation("reconciliation-1", request.effect_id, "not_applied", "me", "looked", "{}", "{}"))
+    clock.advance(1)
+    assert gc(store, days=0)["runs"]["removed"] == ["run-doubt"]  # type: ignore[index]
+
+
+def test_the_space_comes_back(store: Store, clock: ManualClock) -> None:
+    text = json.dumps("x" * 500_000)
+    for number in range(10):
+        store.create_run(new_run(f"run-{number}", 1, inputs_json=text))
+        Driver(store, f"run-{number}").end("succeeded")
+    clock.advance(1)
+    report = gc(store, days=0)
+    assert len(report["runs"]["removed"]) == 10  # type: ignore[index]
+    assert report["fileBytesAfter"] < report["fileBytesBefore"] - 4_000_000  # type: ignore[operator]
+    assert scalar(store, "PRAGMA freelist_count") == 0
+    store.create_run(new_run("run-after"))
+    assert verify(store.database, store.artifacts)["ok"]

@@ -1,0 +1,125 @@
+"""Which files become artifacts: names, globs, links, roots (contract 8 and row 11)."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+from agentctl.store.errors import TaskFault
+from agentctl.worker.effects import Declared
+from agentctl.worker.effects import artifacts as subject
+from agentctl.worker.effects.artifacts import find, open_found
+
+
+@pytest.fixture
+def base(tmp_path: Path) -> Path:
+    """A workspace `w` with a writable root `out`, another root beside it, and something outside of both."""
+    for name in ("w/out/deep/er", "root", "outside"):
+        (tmp_path / name).mkdir(parents=True)
+    for name in ("w/out/b.txt", "w/out/a.txt", "w/out/deep/c.txt", "w/out/deep/er/d.log", "w/out/.hidden", "w/in.txt"):
+        (tmp_path / name).write_text(name)
+    (tmp_path / "root" / "r.txt").write_text("root")
+    (tmp_path / "outside" / "o.txt").write_text("outside")
+    return tmp_path
+
+
+def declared(base: Path, *patterns: str) -> Declared:
+    return Declared(patterns, str(base / "w"), (str(base / "w" / "out"), str(base / "root")))
+
+
+def paths(base: Path, *patterns: str) -> list[str]:
+    return [item.path for item in find(declared(base, *patterns))]
+
+
+def refused(base: Path, *patterns: str) -> TaskFault:
+    with pytest.raises(TaskFault) as caught:
+        find(declared(base, *patterns))
+    assert not caught.value.retryable
+    return caught.value
+
+
+def test_names_and_globs(base: Path) -> None:
+    assert paths(base, "out/a.txt") == ["out/a.txt"]
+    assert paths(base, "out/*.txt") == ["out/a.txt", "out/b.txt"]
+    assert paths(base, "out/**/*.txt") == ["out/a.txt", "out/b.txt", "out/deep/c.txt"]
+    assert paths(base, "out/**") == ["out/a.txt", "out/b.txt", "out/deep/c.txt", "out/deep/er/d.log"]
+    assert paths(base, "out/[ab].txt", "out/a.*", "out/./a.txt", "out//b.txt") == ["out/a.txt", "out/b.txt"]
+    assert paths(base, "out/.h*", "out/.hidden") == ["out/.hidden"]
+    assert paths(base, "out/none*") == []
+    assert [item.size for item in find(declared(base, "out/a.txt"))] == [len("w/out/a.txt")]
+
+
+def test_absolute_names_and_roots_outside_of_the_workspace(base: Path) -> None:
+    assert paths(base, str(base / "w" / "out" / "a.txt")) == ["out/a.txt"]
+    assert paths(base, str(base / "root" / "*")) == [str(base / "root" / "r.txt")]
+
+
+def test_a_name_that_is_not_there_is_a_broken_promise(base: Path) -> None:
+    fault = refused(base, "out/a.txt", "out/missing.txt")
+    assert (fault.code, fault.details) == ("artifact_missing", {"path": "out/missing.txt"})
+    assert refused(base, "out/no/folder.txt").code == "artifact_missing"
+
+
+@pytest.mark.parametrize("pattern", ["in.txt", "*.txt", "{base}/outside/o.txt", "{base}/outside/*", "out"])
+def test_only_what_lies_under_a_writable_root(base: Path, pattern: str) -> None:
+    fault = refused(base, pattern.format(base=base))
+    assert fault.code == ("artifact_refused" if pattern == "out" else "policy_denied")
+
+
+def test_links(base: Path) -> None:
+    """A link is refused wherever it leads, and a linked folder counts as the place that it leads to."""
+    out = base / "w" / "out"
+    (out / "link.txt").symlink_to(out / "a.txt")
+    (out / "dangling").symlink_to("nowhere")
+    (out / "away").symlink_to(base / "outside")
+    (out / "near").symlink_to(out / "deep")
+    for pattern in ("out/link.txt", "out/l*", "out/dangling"):
+        assert refused(base, pattern).code == "artifact_refused"
+    assert refused(base, "out/away/o.txt").code == "policy_denied"
+    assert refused(base, "out/away/*").code == "policy_denied"
+    assert paths(base, "out/near/c.txt") == ["out/deep/c.txt"]
+
+
+def test_what_is_no_file(base: Path) -> None:
+    os.mkfifo(base / "w" / "out" / "pipe")
+    for pattern in ("out/pipe", "out/p*", "out/deep"):
+        assert refused(base, pattern).code == "artifact_refused"
+
+
+@pytest.mark.parametrize("name", [b"\xff.txt", b"a\nb.txt", b"a\x1bb.txt"])
+def test_names_that_no_record_can_carry(base: Path, name: bytes) -> None:
+    (Path(os.fsdecode(os.fsencode(base / "w" / "out") + b"/" + name))).write_text("x")
+    fault = refused(base, "out/*.txt")
+    assert fault.code == "artifact_refused"
+    fault.args[0].encode("utf-8")
+
+
+def test_names_that_only_look_odd(base: Path) -> None:
+    out = base / "w" / "out"
+    for name in ("é ü.txt", "$(touch oops).txt", "-x.txt", "💾.txt"):
+        (out / name).write_text("x")
+        assert f"out/{name}" in paths(base, "out/*.txt")
+
+
+def test_too_many(base: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(subject, "MAX_ARTIFACTS", 2)
+    assert len(paths(base, "out/*.txt")) == 2
+    assert refused(base, "out/**").code == "artifact_limit"
+
+
+def test_what_is_opened_is_what_was_found(base: Path) -> None:
+    here = declared(base, "out/a.txt", "out/b.txt", "out/deep/c.txt")
+    a, b, c = find(here)
+    descriptor = open_found(a, here)
+    assert os.read(descriptor, 100) == b"w/out/a.txt"
+    os.close(descriptor)
+    Path(b.place).unlink()
+    Path(b.place).symlink_to(base / "outside" / "o.txt")
+    (base / "w" / "out" / "deep").rename(base / "outside" / "deep")
+    (base / "w" / "out" / "deep").symlink_to(base / "outside" / "deep")
+    Path(a.place).unlink()
+    for item, code in ((a, "not_found"), (b, "artifact_refused"), (c, "policy_denied")):
+        with pytest.raises(TaskFault) as caught:
+            open_found(item, here)
+        assert caught.value.code == code

@@ -1,0 +1,224 @@
+"""From a succeeded effect to stored artifacts, attempt by attempt: what a stop, a fault or a budget does to it."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from agentctl.store.canonical import canonical, loads
+from agentctl.store.clock import SystemClock
+from agentctl.store.engine import Store
+from agentctl.store.faults import Faults
+from agentctl.store.records import Batch, NewAttempt
+from agentctl.store.timing import Timing
+from agentctl.worker.attempt import AttemptRunner, Ending
+from agentctl.worker.watch import Token
+from support.artifacts import assert_sound, digest_of
+from support.builders import Driver, Hand, new_run
+from support.rows import ledger_line, rows, scalar
+
+SCRIPT = "echo ran >> ran; echo one > out/1; echo two > out/2"
+
+
+class At(Faults):
+    """Does something when a point is reached, as somebody outside might."""
+
+    def __init__(self, point: str, action: Callable[[], None]) -> None:
+        super().__init__(None)
+        self._where, self._do = point, action
+
+    def reach(self, point: str) -> None:
+        if point == self._where:
+            self._do()
+
+
+class Scene:
+    """One task that keeps two files, and a worker that is told what happens when."""
+
+    def __init__(self, folder: Path, idempotency: str = "idempotent", limit: int = 100) -> None:
+        self.folder = folder
+        (folder / "out").mkdir()
+        self.store = Store(folder / "state" / "agentctl.db", SystemClock(), create=True)
+        action = {
+            "kind": "builtin.shell.exec",
+            "command": "sh",
+            "idempotency": idempotency,
+            "artifacts": ["out/*"],
+        }
+        policy = {"approval": "never", "processAllowlist": ["sh"], "writableRoots": ["out"]}
+        settings = {"actions": {"keep": action}, "policy": policy, "showDiff": False}
+        new = new_run(
+            tasks=1,
+            settings_json=canonical(settings),
+            base_path=str(folder),
+            budget_limits={"artifactBytes": limit},
+        )
+        self.store.create_run(new)
+        self.driver = Driver(self.store, "run-1")
+        self.token = Token()
+        content = canonical({"action": "keep", "input": {"args": ["-c", SCRIPT]}})
+        batch = Batch()
+        batch.readies.append((None, None, 0))
+        batch.enqueues.append(NewAttempt(0, "t0", 1, 60_000, content))
+        batch.changes.append([0, "ready", 0, None, None])
+        self.driver.write(batch)
+
+    def run(self, point: str = "", action: Callable[[], None] = lambda: None, name: str = "worker-1") -> Ending:
+        """One delivery of the task."""
+        self.token.reset()
+        self.hand = Hand(self.store, name)
+        self.claim = self.hand.take()
+        faults = At(point, action)
+        return AttemptRunner(self.store, self.store.clock, Timing(), faults, self.token).run(self.claim)
+
+    def finish(self, ending: Ending) -> None:
+        """What the worker's loop does with an ending."""
+        if ending.attempt is None:
+            if not ending.held:
+                self.store.release(self.claim, effect=ending.effect, reason=ending.release or "")
+            return
+        self.store.finish(
+            self.claim, ending.attempt, effect=ending.effect, next_claim=False, only_run=None, lease_ms=1000
+        )
+
+    def executed(self) -> int:
+        return len((self.folder / "ran").read_text().splitlines())
+
+    def error(self, ending: Ending) -> Any:
+        assert ending.attempt is not None and ending.attempt.error_json is not None
+        return loads(ending.attempt.error_json)
+
+
+@pytest.fixture
+def make(tmp_path: Path) -> Iterator[Callable[..., Scene]]:
+    scenes: list[Scene] = []
+
+    def build(**options: Any) -> Scene:
+        scenes.append(Scene(tmp_path, **options))
+        return scenes[-1]
+
+    yield build
+    for scene in scenes:
+        assert_sound(scene.store.artifacts)
+        scene.store.close()
+
+
+def test_it_succeeds_with_its_artifacts(make: Callable[..., Scene]) -> None:
+    scene = make()
+    ending = scene.run()
+    assert ending.attempt is not None and ending.attempt.outcome == "succeeded"
+    assert ending.effect is None, "its end is recorded already"
+    assert rows(scene.store, "SELECT status, confirmed FROM effects") == [("succeeded", 1)]
+    scene.finish(ending)
+    scene.driver.commit()
+    kept = {item["path"]: item["digest"] for item in scene.store.artifacts.references("run-1", None)}
+    assert kept == {"out/1": digest_of(b"one\n"), "out/2": digest_of(b"two\n")}
+    assert ledger_line(scene.store, "artifactBytes") == (100, 8, 0)
+
+
+@pytest.mark.parametrize("reason", ["drain", "cancel_requested", "deadline"])
+@pytest.mark.parametrize("idempotency", ["idempotent", "at_most_once"])
+def test_a_stop_while_it_copies_leaves_no_doubt(make: Callable[..., Scene], reason: str, idempotency: str) -> None:
+    """The effect has succeeded and is recorded so. After a drain the next delivery stores, and executes nothing."""
+    scene = make(idempotency=idempotency)
+    ending = scene.run("after_effect_result", lambda: scene.token.cancel(reason))
+    assert rows(scene.store, "SELECT status FROM effects") == [("succeeded",)]
+    assert rows(scene.store, "SELECT * FROM artifact_blobs") == []
+    assert ledger_line(scene.store, "artifactBytes") == (100, 0, 0)
+    scene.finish(ending)
+    if reason != "drain":
+        assert ending.attempt is not None and ending.attempt.outcome == "cancelled"
+        return
+    assert ending.release == "drain"
+    again = scene.run(name="worker-2")
+    assert again.attempt is not None and again.attempt.outcome == "succeeded"
+    scene.finish(again)
+    scene.driver.commit()
+    assert scene.executed() == 1
+    assert len(scene.store.artifacts.references("run-1", None)) == 2
+
+
+@pytest.mark.parametrize(("idempotency", "again"), [("idempotent", True), ("at_most_once", False)])
+def test_a_fault_of_the_disk_is_retried_only_if_the_effect_may_be(
+    make: Callable[..., Scene], monkeypatch: pytest.MonkeyPatch, idempotency: str, again: bool
+) -> None:
+    scene = make(idempotency=idempotency)
+    scene.store.artifacts.blobs.stage_bytes(b"x").path.unlink()
+    tmp = scene.folder / "state" / "artifacts" / "tmp"
+
+    def move_away() -> None:
+        tmp.rename(tmp.with_name("away"))
+
+    ending = scene.run("after_effect_result", move_away)
+    tmp.with_name("away").rename(tmp)
+    error = scene.error(ending)
+    assert (error["code"], error["retryable"]) == ("artifact_store", again)
+    assert str(tmp) in error["message"]
+    scene.finish(ending)
+    scene.driver.commit()
+    assert ledger_line(scene.store, "artifactBytes") == (100, 0, 0)
+    assert rows(scene.store, "SELECT status FROM effects") == [("succeeded",)]
+
+
+def test_files_that_change_meanwhile_are_refused(make: Callable[..., Scene]) -> None:
+    scene = make()
+    target = scene.folder / "out" / "2"
+    grow = scene.store.artifacts.begin
+
+    def begin(*given: Any) -> Any:
+        answer = grow(*given)
+        with open(target, "a") as file:
+            file.write("more")
+        return answer
+
+    scene.store.artifacts.begin = begin  # type: ignore[method-assign]
+    error = scene.error(scene.run())
+    assert (error["code"], error["details"]) == ("artifact_changed", {"path": "out/2"})
+    assert ledger_line(scene.store, "artifactBytes") == (100, 0, 0)
+
+
+def test_bytes_that_never_fit_fail_the_task_after_its_effect(make: Callable[..., Scene]) -> None:
+    scene = make(limit=7)
+    ending = scene.run()
+    error = scene.error(ending)
+    assert (error["code"], error["details"]["dimension"]) == ("budget_exceeded", "artifactBytes")
+    scene.finish(ending)
+    scene.driver.commit()
+    assert rows(scene.store, "SELECT status FROM effects") == [("succeeded",)]
+    assert scalar(scene.store, "SELECT exceeded_json IS NOT NULL FROM run_budgets")
+
+
+def test_bytes_that_wait_for_others_give_the_worker_back(make: Callable[..., Scene]) -> None:
+    scene = make(limit=10)
+    with scene.store.database.write() as tx:  # somebody else is about to store
+        tx.execute("UPDATE budget_lines SET reserved = 5 WHERE dimension = 'artifactBytes'")
+    ending = scene.run()
+    assert (ending.held, ending.attempt) == (True, None)
+    assert rows(scene.store, "SELECT state, hold, holder FROM attempts") == [("ready", "budget", None)]
+    with scene.store.database.write() as tx:
+        tx.execute("UPDATE budget_lines SET reserved = 0 WHERE dimension = 'artifactBytes'")
+        tx.execute("UPDATE attempts SET hold = 'place', hold_json = NULL")
+    assert scene.driver.let_in() == [0]
+    again = scene.run(name="worker-2")
+    assert again.attempt is not None and again.attempt.outcome == "succeeded"
+    scene.finish(again)
+    scene.driver.commit()
+    assert scene.executed() == 1
+    assert ledger_line(scene.store, "artifactBytes") == (10, 8, 0)
+
+
+def test_a_store_that_cannot_be_written_prevents_the_dispatch(make: Callable[..., Scene]) -> None:
+    scene = make()
+    root = scene.folder / "state" / "artifacts"
+    root.write_text("in the way")
+    ending = scene.run()
+    error = scene.error(ending)
+    assert (error["code"], str(root) in error["message"]) == ("artifact_store", True)
+    assert rows(scene.store, "SELECT * FROM effects") == []
+    assert not os.path.exists(scene.folder / "ran")
+    root.unlink()
+    assert json.loads(canonical(error)) == error

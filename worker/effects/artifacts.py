@@ -1,0 +1,133 @@
+"""Which files become artifacts, and opening them safely (contract 8 and row 11).
+
+Choices that the contract leaves open:
+
+- **Patterns** are relative to the workspace, or absolute. One without `*`, `?` or `[` names a file that must be there;
+  a glob may match nothing. `**` matches folders of any depth; names that begin with a dot are matched only by patterns
+  that say so.
+- **What counts**: regular files whose resolved place is under a writable root. Folders that a glob matches are passed
+  over; anything else, a symbolic link say, fails the task instead of being left out in silence.
+- **Logical path**: below the workspace relative to it, else absolute. It has to be UTF-8 without control characters.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import stat
+from collections.abc import Iterator
+from dataclasses import dataclass
+from glob import has_magic, iglob
+from typing import Final
+
+from agentctl.store.errors import TaskFault
+from agentctl.store.policy import is_inside, writable
+
+from . import Declared
+from .paths import io_fault
+
+MAX_ARTIFACTS: Final = 10_000
+"""Most artifacts of one task."""
+
+_FLAGS: Final = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_NOCTTY
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """A file that is to be kept. `place` is where it is, its last component not resolved."""
+
+    path: str
+    place: str
+    size: int
+
+
+def find(declared: Declared) -> list[Found]:
+    """The files of a declaration, each once, by logical path. Raises `TaskFault`.
+
+    `artifact_missing`, `artifact_refused` (a link, no regular file, a name that cannot be recorded), `policy_denied`
+    (outside of the writable roots), `artifact_limit` (too many), `io_error`.
+    """
+    found: dict[str, Found] = {}
+    for pattern in declared.patterns:
+        for place in _matches(pattern, declared.workspace):
+            item = _examine(place, declared, required=not has_magic(pattern))
+            if item is not None:
+                found[item.path] = item
+            if len(found) > MAX_ARTIFACTS:
+                raise TaskFault(
+                    "artifact_limit",
+                    f"more than {MAX_ARTIFACTS} files match the artifacts of this task",
+                    details={"pattern": pattern, "limit": MAX_ARTIFACTS},
+                )
+    return [found[path] for path in sorted(found)]
+
+
+def _matches(pattern: str, workspace: str) -> Iterator[str]:
+    whole = os.path.join(workspace, pattern)
+    if has_magic(pattern):
+        yield from iglob(whole, recursive=True)
+    else:
+        yield whole
+
+
+def _examine(place: str, declared: Declared, *, required: bool) -> Found | None:
+    folder = os.path.realpath(os.path.dirname(place))
+    resolved = os.path.join(folder, os.path.basename(place))
+    path = logical_path(resolved, declared.workspace)
+    if not writable(resolved, declared.roots):
+        raise TaskFault("policy_denied", f"{path!r} is not under a writable root", details={"path": path})
+    try:
+        status = os.lstat(resolved)
+    except FileNotFoundError as error:
+        if not required:
+            return None  # it went between the look into its folder and this one
+        raise TaskFault(
+            "artifact_missing", f"the command did not leave {path!r}, which it declares", details={"path": path}
+        ) from error
+    except OSError as error:
+        raise io_fault(path, error) from error
+    if stat.S_ISDIR(status.st_mode) and not required:
+        return None
+    _require_regular(path, status)
+    return Found(path, resolved, status.st_size)
+
+
+def _require_regular(path: str, status: os.stat_result) -> None:
+    if not stat.S_ISREG(status.st_mode):
+        kind = {stat.S_IFDIR: "a folder", stat.S_IFLNK: "a symbolic link"}.get(stat.S_IFMT(status.st_mode))
+        raise TaskFault(
+            "artifact_refused",
+            f"{path!r} is {kind or 'no regular file'}; only regular files become artifacts",
+            details={"path": path},
+        )
+
+
+def logical_path(resolved: str, workspace: str) -> str:
+    """The name under which a file is recorded. Raises `artifact_refused` for one that no record can carry."""
+    path = os.path.relpath(resolved, workspace) if is_inside(resolved, workspace) else resolved
+    try:
+        path.encode("utf-8")
+    except UnicodeEncodeError as error:
+        raise TaskFault("artifact_refused", f"the file name {path!a} is not UTF-8, which cannot be recorded") from error
+    if not path.isprintable():
+        raise TaskFault("artifact_refused", f"the file name {path!a} has control characters")
+    return path
+
+
+def open_found(item: Found, declared: Declared) -> int:
+    """Open a file that was found, and make sure that it is that file, unmoved. Raises `TaskFault`."""
+    try:
+        descriptor = os.open(item.place, _FLAGS)
+    except OSError as error:
+        if error.errno == errno.ELOOP:
+            raise TaskFault("artifact_refused", f"{item.path!r} has become a symbolic link") from error
+        raise io_fault(item.path, error) from error
+    try:
+        status = os.fstat(descriptor)
+        _require_regular(item.path, status)
+        if not writable(os.readlink(f"/proc/self/fd/{descriptor}"), declared.roots):
+            raise TaskFault("policy_denied", f"{item.path!r} is not under a writable root any more")
+    except BaseException:
+        os.close(descriptor)
+        raise
+    return descriptor

@@ -1,0 +1,133 @@
+"""From a succeeded effect to stored artifacts: what happens between the execution of a task and its end (seed).
+
+The effect is confirmed first, in the transaction that reserves the bytes. So a worker that dies while it copies leaves
+nothing in doubt: the next delivery finds the result recorded and only ingests again. Files are copied, hashed and
+synced without any lock; the lock is held for names and rows alone.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from agentctl.store.blobs import Interrupted, Staged
+from agentctl.store.engine import Store
+from agentctl.store.errors import ConflictError, LeaseLost, TaskFault
+from agentctl.store.faults import Faults
+from agentctl.store.records import AttemptHeld, Claim, EffectEnd, StartRefused
+from agentctl.store.states import may_repeat
+
+from .effects import CancelToken, Declared, EffectPlan, Keeps, Written
+from .effects.artifacts import Found, find, open_found
+
+
+@dataclass(frozen=True, slots=True)
+class Ingested:
+    """How it went. `answer` ends the delivery instead (budget); `fault` fails the attempt; `stopped` is the reason of
+    the cancel token. With `confirmed` the end of the effect is recorded already."""
+
+    confirmed: bool
+    answer: AttemptHeld | StartRefused | None = None
+    fault: TaskFault | None = None
+    stopped: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class _Source:
+    """One artifact to be: its size is known before it is opened."""
+
+    path: str
+    size: int
+    stage: Callable[[], Staged]
+
+
+class Ingestion:
+    """Ingests for one worker."""
+
+    def __init__(self, store: Store, faults: Faults, token: CancelToken) -> None:
+        self._store = store
+        self._artifacts = store.artifacts
+        self._faults = faults
+        self._token = token
+
+    def run(self, claim: Claim, plan: EffectPlan, effect: EffectEnd | None, limit: int) -> Ingested:
+        """Store what `plan` keeps. `effect` is the end of the effect, unless it is recorded; `limit` the largest size.
+
+        Raises `LeaseLost`, and what the database raises.
+        """
+        assert plan.keeps is not None
+        try:
+            sources = self._sources(plan.keeps, limit)
+        except TaskFault as fault:
+            return Ingested(False, fault=fault)
+        if not sources:
+            return Ingested(False)
+        answer = self._artifacts.begin(claim, effect, {source.path: source.size for source in sources})
+        if answer is not None:
+            return Ingested(True, answer=answer)
+        staged: list[tuple[str, Staged]] = []
+        try:
+            for source in sources:
+                staged.append((source.path, source.stage()))
+            self._faults.reach("after_staging")
+            self._artifacts.keep(claim, staged, self._faults)
+        except Interrupted:
+            self._give_up(claim, sources)
+            return Ingested(True, stopped=self._token.reason)
+        except LeaseLost:
+            raise
+        except (TaskFault, OSError, ConflictError) as error:
+            self._give_up(claim, sources)
+            return Ingested(True, fault=_as_fault(error, plan))
+        finally:
+            for _, item in staged:
+                self._artifacts.blobs.discard(item.path)
+        self._faults.reach("after_ingestion")
+        return Ingested(True)
+
+    def _give_up(self, claim: Claim, sources: list[_Source]) -> None:
+        self._artifacts.give_up(claim, [source.path for source in sources])
+
+    def _sources(self, keeps: Keeps, limit: int) -> list[_Source]:
+        if isinstance(keeps, Written):
+            data = keeps.data
+            found = [_Source(keeps.path, len(data), lambda: self._artifacts.blobs.stage_bytes(data))]
+        else:
+            found = [_Source(item.path, item.size, self._copying(item, keeps)) for item in find(keeps)]
+        for source in found:
+            if source.size > limit:
+                raise TaskFault(
+                    "artifact_too_large",
+                    f"{source.path!r} has {source.size} bytes; policy.maxArtifactBytes allows {limit}",
+                    details={"path": source.path, "bytes": source.size, "limit": limit},
+                )
+        return found
+
+    def _copying(self, item: Found, declared: Declared) -> Callable[[], Staged]:
+        def stage() -> Staged:
+            descriptor = open_found(item, declared)
+            try:
+                return self._artifacts.blobs.stage_file(descriptor, item.size, lambda: self._token.cancelled)
+            except TaskFault as fault:
+                raise TaskFault(fault.code, f"{item.path!r}: {fault.args[0]}", details={"path": item.path}) from fault
+            finally:
+                os.close(descriptor)
+
+        return stage
+
+
+def _as_fault(error: Exception, plan: EffectPlan) -> TaskFault:
+    """Why the bytes could not be stored. Another attempt may help, where its effect may be repeated."""
+    if isinstance(error, TaskFault):
+        return error
+    again = may_repeat(plan.effect_class, plan.idempotency)
+    if isinstance(error, OSError):
+        full = error.errno in (errno.ENOSPC, errno.EDQUOT)
+        code = "artifact_store_full" if full else "artifact_store"
+        place = f" ({error.filename})" if error.filename else ""
+        advice = "; free some space, the files themselves are where the task left them" if full else ""
+        message = f"the artifacts of this task could not be stored: {error.strerror}{place}{advice}"
+        return TaskFault(code, message, retryable=again, details={"errno": error.errno})
+    return TaskFault("artifact_store", f"the artifacts of this task could not be stored: {error}", retryable=again)
