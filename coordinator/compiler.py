@@ -15,14 +15,17 @@ from heapq import heapify, heappop, heappush
 from typing import Any
 
 from agentctl.store.canonical import JsonError, canonical, check_value, hex_digest
+from agentctl.store.embedding import LOCAL_HASH
 
 from .capabilities import agent_problems
 from .definition import PROCESS_KINDS, RESERVED_VARIABLES, LoadedDocument, Retry, Task
 from .diagnostics import Diagnostic, DocumentError, Path, did_you_mean
 from .expansion import ExpansionError, Fanout, expansion_id, plan_foreach, plan_matrix
 from .expressions import Ref, Scope, TemplateError, compile_condition, compile_value, has_template
+from .long_term_input import embeds, long_term_problems
 from .plan import (
     MAX_TASKS,
+    MEMORY_WRITERS,
     PLAN_FORMAT,
     CompiledTask,
     Expansion,
@@ -55,6 +58,31 @@ _KINDS: dict[str, _Kind] = {
     "builtin.assert": _Kind(None, "low", _FULLY, {"that": "bool", "message": "text"}, ("that",)),
     "builtin.memory.read": _Kind(None, "low", _FULLY, {"key": "name"}, ("key",)),
     "builtin.memory.write": _Kind("internal_state", "low", _FULLY, {"key": "name", "value": "any"}, ("key",)),
+    "builtin.long_term_memory.read": _Kind("observe", "low", _RUN, {"key": "name", "namespace": "name"}, ("key",)),
+    "builtin.long_term_memory.search": _Kind(
+        "observe",
+        "low",
+        _RUN,
+        {"query": "any", "mode": "any", "limit": "any", "filters": "any", "namespace": "name"},
+        ("query",),
+    ),
+    "builtin.long_term_memory.write": _Kind(
+        "external_mutate",
+        "medium",
+        _RUN,
+        {
+            "key": "name",
+            "entry": "any",
+            "content": "any",
+            "value": "any",
+            "text": "any",
+            "metadata": "any",
+            "retentionDays": "any",
+            "namespace": "name",
+        },
+        ("key",),
+    ),
+    "builtin.long_term_memory.promote": _Kind("internal_state", "low", _RUN, {"key": "name", "value": "any"}, ("key",)),
     "builtin.read": _Kind("observe", "low", _PARTLY, {"path": "name"}, ("path",)),
     "builtin.write": _Kind(
         "workspace_mutate", "medium", _PARTLY, {"path": "name", "content": "text"}, ("path", "content")
@@ -389,6 +417,12 @@ class _Compiler:
         references |= self.action_defaults(source, ids)
         self.check_action_features(name)
         self.check_input(source, facts)
+        for field_name, message in long_term_problems(action.kind, source.input):
+            self.report("schema_violation", message, self.input_path(source, field_name))
+        long_term = self.spec.memory.long_term
+        if long_term is not None and embeds(action.kind) and long_term.embedding.provider != LOCAL_HASH:
+            place = ("spec", "memory", "longTerm", "embedding", "provider")
+            self.unsupported("an embedding by a provider", place, f"use {LOCAL_HASH}")
         self.memory_keys(source, references)
 
     def check_action_features(self, name: str) -> None:
@@ -543,7 +577,7 @@ class _Compiler:
         literal = key if type(key) is str and "${{" not in key else None
         reads = {reference.path[0] for reference in references if reference.root == "memory"}
         everything = False
-        if source.action_kind == "builtin.memory.write":
+        if source.action_kind in MEMORY_WRITERS:
             if declared is not None:
                 source.memory_writes = tuple(declared)
                 if literal is not None and literal not in declared:
@@ -556,7 +590,7 @@ class _Compiler:
                 self.report("schema_violation", message, self.input_path(source, "key"))
             reads.update(source.memory_writes)
         elif declared is not None:
-            message = "memoryWrites stands only on tasks that use builtin.memory.write"
+            message = f"memoryWrites stands only on tasks that use {' or '.join(sorted(MEMORY_WRITERS))}"
             self.report("schema_violation", message, place, key=True)
         elif source.action_kind == "builtin.memory.read":
             if literal is not None:

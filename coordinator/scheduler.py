@@ -23,7 +23,7 @@ from agentctl.store.records import Batch, Event, FinishedAttempt, HeldAttempt, N
 from agentctl.store.states import TASK_FINAL, may_repeat
 
 from .expressions import Scope
-from .plan import RetryPolicy
+from .plan import MEMORY_WRITERS, RetryPolicy
 from .plan_index import PlanIndex
 
 OutputLoader = Callable[[list[int]], dict[int, tuple[str | None, str | None]]]
@@ -268,13 +268,13 @@ class Scheduler:
         task = self.index.tasks[position]
         check = self.index.contract(position)
         delta: str | None = None
-        if check is not None or kind == "builtin.memory.write":
+        if check is not None or kind in MEMORY_WRITERS:
             value = loads(text)
             if check is not None:
                 problem = check(value)
                 if problem is not None:
                     raise TaskFault("output_contract", f"the output does not fit outputSchema: {problem}")
-            if kind == "builtin.memory.write":
+            if kind in MEMORY_WRITERS:
                 if not isinstance(value, dict) or not {"key", "after"} <= value.keys():
                     raise TaskFault("output_contract", "the output of a memory write has `key` and `after`")
                 key = value["key"]
@@ -459,7 +459,7 @@ class Scheduler:
     ) -> None:
         task = self.index.tasks[position]
         memory = ""
-        if task.action_kind == "builtin.memory.write":
+        if task.action_kind in MEMORY_WRITERS:
             key = rendered.get("key")
             if isinstance(key, str) and key in snapshot:
                 memory = f',"memory":{{{canonical(key)}:{snapshot[key]}}}'

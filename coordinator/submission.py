@@ -75,6 +75,9 @@ def submit(
         "showDiff": plan.show_diff,
         "interactive": interactive,
     }
+    long_term = document.workflow["spec"]["memory"]["longTerm"]
+    if long_term is not None:
+        settings["longTerm"] = long_term
     new = NewRun(
         run_id=ids.new_id("run"),
         trace_id=ids.new_id("trace"),

@@ -75,6 +75,7 @@ class _RunSettings:
     base_path: str
     workspace: str
     interactive: bool
+    long_term: dict[str, Any] | None
 
 
 class AttemptRunner:
@@ -167,6 +168,7 @@ class AttemptRunner:
             show_diff=settings.show_diff,
             recorded=recorded,
             workspace=settings.workspace,
+            long_term=settings.long_term,
         )
 
     def _settings(self, run_id: str) -> _RunSettings:
@@ -183,6 +185,7 @@ class AttemptRunner:
                 base_path,
                 workspace,
                 bool(data.get("interactive", False)),
+                data.get("longTerm"),
             )
             self._known[run_id] = settings
             if len(self._known) > KNOWN_RUNS:
@@ -227,7 +230,9 @@ class AttemptRunner:
         if self._clock.monotonic() - since > self._timing.lease:
             # Held up for longer than the lease: somebody may think that we are dead, so nothing is sent.
             return Ending(None, EffectEnd(request.effect_id, "requested", dispatch=answer.dispatch), "held_up")
-        outcome = plan.execute(EffectContext(request.effect_id, self._token, self._clock.monotonic, claim.fence.holder))
+        outcome = plan.execute(
+            EffectContext(request.effect_id, self._token, self._clock.monotonic, claim.fence.holder, self._store)
+        )
         self._faults.reach("after_effect_result")
         return self._ended(request, answer, outcome)
 
@@ -243,7 +248,15 @@ class AttemptRunner:
             status, error = "failed", fault.as_json()
         if status == "succeeded":
             end = EffectEnd(
-                name, "succeeded", result_json, None, notes, dispatch, outcome.usage, reserved=bool(request.estimate)
+                name,
+                "succeeded",
+                result_json,
+                None,
+                notes,
+                dispatch,
+                outcome.usage,
+                reserved=bool(request.estimate),
+                memory=outcome.memory,
             )
             return Ending(AttemptEnd("succeeded", result_effect=name), end)
         error_json = canonical(error or {"code": "failed", "message": "the effect failed", "retryable": False})
