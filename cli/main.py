@@ -178,6 +178,7 @@ _VERBS: dict[str, tuple[str, str, str]] = {
     "approvals": ("control", "approvals", "List and decide what waits for a person."),
     "effects": ("control", "effects", "Show effects; reconcile uncertain ones."),
     "runs": ("show", "runs", "List runs."),
+    "memory": ("memory", "memory", "Long-term memory: get, put, search, reindex."),
     "workers": ("workers", "workers", "Start, list, drain and stop workers."),
     "coordinator": ("workers", "coordinator", "Start a coordinator alone."),
     "version": ("misc", "version", "Show the version."),

@@ -11,6 +11,7 @@ from __future__ import annotations
 import heapq
 import struct
 from collections.abc import Iterator, Mapping, Sequence
+from shlex import quote
 from typing import Any
 
 from .canonical import canonical, loads
@@ -161,8 +162,8 @@ def _refuse_other_vectors(tx: Connection, namespace: str, embedder: Embedder, no
             f"the entry {row[0]!r} of {namespace!r} was embedded by {row[1]} with {row[2]} dimensions and cannot be "
             f"compared with {embedder.provider} and {embedder.dimensions}",
             details={
-                "remedy": f"`agentctl memory reindex --namespace NAME --dimensions {embedder.dimensions}`, or set "
-                "memory.longTerm.embedding to what the entries have"
+                "remedy": f"`agentctl memory reindex --namespace {quote(namespace)} --dimensions {embedder.dimensions}`"
+                ", or set memory.longTerm.embedding to what the entries have"
             },
         )
 

@@ -27,6 +27,7 @@ TABLES = [
     "approvals",
     "effect_reconciliations",
     "tool_calls",
+    "long_term_memory",
 ]
 
 
