@@ -75,7 +75,8 @@ class Watch:
         self.drain = False
         self.done = 0
         self.failed = 0
-        self._path = path
+        # Opened later, when the worker may stand in the folder of a command that it starts.
+        self._path = path.absolute()
         self._clock = clock
         self._timing = timing
         self._process_id = process_id
