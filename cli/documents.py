@@ -88,7 +88,7 @@ def json_or_text(text: str, what: str) -> Any:
             return parse_json(text)
         check_value(text)
     except JsonError as error:
-        raise UsageError(f"{what}: {error.message}") from error
+        raise UsageError(f"{what}: {error.message}", remedy="give JSON, or plain text in UTF-8") from error
     return text
 
 
