@@ -71,11 +71,11 @@ def read_inputs(pairs: Sequence[str], text: str | None, file: str | None) -> dic
         if key in seen:
             raise UsageError(f"--input gives {key!r} twice", remedy="give each input once")
         seen.add(key)
-        inputs[key] = _value(key, value)
+        inputs[key] = json_or_text(value, f"--input {key}")
     return inputs
 
 
-def _value(key: str, text: str) -> Any:
+def json_or_text(text: str, what: str) -> Any:
     """JSON where it is JSON, else the text itself. Values that JSON cannot carry exactly are refused."""
     from agentctl.store.canonical import JsonError, check_value, parse_json
 
@@ -89,7 +89,7 @@ def _value(key: str, text: str) -> Any:
             return parse_json(text)
         check_value(text)
     except JsonError as error:
-        raise UsageError(f"--input {key}: {error.message}", remedy=_json_remedy(error.message)) from error
+        raise UsageError(f"{what}: {error.message}", remedy=_json_remedy(error.message)) from error
     return text
 
 

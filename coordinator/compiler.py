@@ -15,6 +15,8 @@ from heapq import heapify, heappop, heappush
 from typing import Any
 
 from agentctl.store.canonical import JsonError, canonical, check_value, hex_digest
+from agentctl.store.embedding import LOCAL_HASH
+from agentctl.store.memory_entries import DEFAULT_NAMESPACE
 
 from .capabilities import agent_problems
 from .definition import PROCESS_KINDS, LoadedDocument, Retry, Route, Task
@@ -29,8 +31,10 @@ from .expressions import (
     has_template,
     is_exact_template,
 )
+from .long_term_input import embeds, long_term_problems
 from .plan import (
     MAX_TASKS,
+    MEMORY_WRITERS,
     PLAN_FORMAT,
     CompiledTask,
     Expansion,
@@ -66,6 +70,31 @@ _KINDS: dict[str, _Kind] = {
     "builtin.assert": _Kind(None, "low", _FULLY, {"that": "bool", "message": "text"}, ("that",)),
     "builtin.memory.read": _Kind(None, "low", _FULLY, {"key": "name"}, ("key",)),
     "builtin.memory.write": _Kind("internal_state", "low", _FULLY, {"key": "name", "value": "any"}, ("key",)),
+    "builtin.long_term_memory.read": _Kind("observe", "low", _RUN, {"key": "name", "namespace": "name"}, ("key",)),
+    "builtin.long_term_memory.search": _Kind(
+        "observe",
+        "low",
+        _RUN,
+        {"query": "any", "mode": "any", "limit": "any", "filters": "any", "namespace": "name"},
+        ("query",),
+    ),
+    "builtin.long_term_memory.write": _Kind(
+        "external_mutate",
+        "medium",
+        _RUN,
+        {
+            "key": "name",
+            "entry": "any",
+            "content": "any",
+            "value": "any",
+            "text": "any",
+            "metadata": "any",
+            "retentionDays": "any",
+            "namespace": "name",
+        },
+        ("key",),
+    ),
+    "builtin.long_term_memory.promote": _Kind("internal_state", "low", _RUN, {"key": "name", "value": "any"}, ("key",)),
     "builtin.read": _Kind("observe", "low", _PARTLY, {"path": "name"}, ("path",)),
     "builtin.write": _Kind(
         "workspace_mutate", "medium", _PARTLY, {"path": "name", "content": "text"}, ("path", "content")
@@ -82,7 +111,15 @@ _KINDS: dict[str, _Kind] = {
 _HINTS = 20
 """Findings that come with a hint."""
 
-_MEMORY_KINDS = frozenset({"builtin.memory.read", "builtin.memory.write"})
+_OWN_NAMES = {
+    "builtin.memory.read": "key",
+    "builtin.memory.write": "key",
+    "builtin.long_term_memory.promote": "key",
+    "builtin.long_term_memory.read": "namespace",
+    "builtin.long_term_memory.search": "namespace",
+    "builtin.long_term_memory.write": "namespace",
+}
+"""What of an action's input is a name of its own in each call of a sub-workflow."""
 
 _OPEN_KINDS = frozenset({"builtin.assign", "builtin.assert"})
 """Kinds whose input may have further fields."""
@@ -448,6 +485,12 @@ class _Compiler:
         references |= self.action_defaults(source, ids)
         self.check_action_features(name)
         self.check_input(source, facts)
+        for field_name, message in long_term_problems(action.kind, source.input):
+            self.report("schema_violation", message, self.input_path(source, field_name))
+        long_term = self.spec.memory.long_term
+        if long_term is not None and embeds(action.kind) and long_term.embedding.provider != LOCAL_HASH:
+            place = ("spec", "memory", "longTerm", "embedding", "provider")
+            self.unsupported("an embedding by a provider", place, f"use {LOCAL_HASH}")
         if self.own_memory(source):
             self.memory_keys(source, references)
 
@@ -643,16 +686,22 @@ class _Compiler:
         return self.shown(source, task_id), {name.removeprefix(inside) for name in ids if name.startswith(inside)}
 
     def own_memory(self, source: _Source) -> bool:
-        """Put the prefix of a sub-workflow before the key of its task; False if that cannot be (contract 2.7)."""
-        if source.namespace is None or source.action_kind not in _MEMORY_KINDS:
+        """Put the prefix of a sub-workflow before the memory key or namespace of its task (contract 2.7).
+
+        False if that cannot be. A namespace that is not given is the default one, with the prefix.
+        """
+        field = _OWN_NAMES.get(source.action_kind or "")
+        if source.namespace is None or field is None:
             return True
-        key = source.input.get("key")
-        if type(key) is str and "${{" in key:
-            message = "a templated memory key in a sub-workflow"
-            self.unsupported(message, self.input_path(source, "key"), "write the key as a literal")
+        long_term = self.spec.memory.long_term
+        default = DEFAULT_NAMESPACE if long_term is None else long_term.namespace
+        name = source.input.get(field, default if field == "namespace" else None)
+        if type(name) is str and "${{" in name:
+            message = f"a templated memory {field} in a sub-workflow"
+            self.unsupported(message, self.input_path(source, field), f"write the {field} as a literal")
             return False
-        if type(key) is str:
-            source.input = {**source.input, "key": source.namespace.memory_prefix + key}
+        if type(name) is str:
+            source.input = {**source.input, field: source.namespace.memory_prefix + name}
         return True
 
     # ---------------------------------------------------------------------- references
@@ -722,7 +771,7 @@ class _Compiler:
         literal = key if type(key) is str and "${{" not in key else None
         reads = {reference.path[0] for reference in references if reference.root == "memory"}
         everything = False
-        if source.action_kind == "builtin.memory.write":
+        if source.action_kind in MEMORY_WRITERS:
             if declared is not None:
                 source.memory_writes = tuple(declared)
                 if literal is not None and literal not in declared:
@@ -735,7 +784,7 @@ class _Compiler:
                 self.report("schema_violation", message, self.input_path(source, "key"))
             reads.update(source.memory_writes)
         elif declared is not None:
-            message = "memoryWrites stands only on tasks that use builtin.memory.write"
+            message = f"memoryWrites stands only on tasks that use {' or '.join(sorted(MEMORY_WRITERS))}"
             self.report("schema_violation", message, place, key=True)
         elif source.action_kind == "builtin.memory.read":
             if literal is not None:

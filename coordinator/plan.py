@@ -23,6 +23,9 @@ PLAN_FORMAT = 1
 MAX_TASKS = 200_000
 """Most compiled tasks of a plan (contract table, row 4)."""
 
+MEMORY_WRITERS = frozenset({"builtin.memory.write", "builtin.long_term_memory.promote"})
+"""Action kinds whose output is a change of working memory (contract 3)."""
+
 
 @dataclass(frozen=True, slots=True)
 class RetryPolicy:

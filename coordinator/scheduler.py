@@ -24,7 +24,7 @@ from agentctl.store.states import TASK_FINAL, may_repeat
 
 from .check_mode import CheckMode, not_executed_text
 from .expressions import Scope, compile_condition, compile_vars
-from .plan import CompiledTask, RetryPolicy
+from .plan import MEMORY_WRITERS, CompiledTask, RetryPolicy
 from .plan_index import PlanIndex
 from .routing import choose, not_selected
 
@@ -288,13 +288,13 @@ class Scheduler:
         task = self.index.tasks[position]
         check = self.index.contract(position) if self._check is None else None
         delta: str | None = None
-        if check is not None or kind == "builtin.memory.write":
+        if check is not None or kind in MEMORY_WRITERS:
             value = loads(text)
             if check is not None:
                 problem = check(value)
                 if problem is not None:
                     raise TaskFault("output_contract", f"the output does not fit outputSchema: {problem}")
-            if kind == "builtin.memory.write" and (self._check is None or "key" in value):
+            if kind in MEMORY_WRITERS and (self._check is None or "key" in value):
                 if not isinstance(value, dict) or not {"key", "after"} <= value.keys():
                     raise TaskFault("output_contract", "the output of a memory write has `key` and `after`")
                 key = value["key"]
@@ -519,7 +519,7 @@ class Scheduler:
     ) -> None:
         task = self.index.tasks[position]
         memory = ""
-        if task.action_kind == "builtin.memory.write":
+        if task.action_kind in MEMORY_WRITERS:
             key = rendered.get("key")
             if isinstance(key, str) and key in snapshot:
                 memory = f',"memory":{{{canonical(key)}:{snapshot[key]}}}'

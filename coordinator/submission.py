@@ -84,6 +84,9 @@ def submit(
     if check:
         settings["check"] = True
         content += "\ncheck"
+    long_term = document.workflow["spec"]["memory"]["longTerm"]
+    if long_term is not None:
+        settings["longTerm"] = long_term
     new = NewRun(
         run_id=ids.new_id("run"),
         trace_id=ids.new_id("trace"),

@@ -6,7 +6,7 @@ may have happened. A final status never changes; the database refuses it.
 
 from __future__ import annotations
 
-from . import approvals, holds, ledger, reconciliations
+from . import approvals, holds, ledger, long_term, reconciliations
 from .canonical import canonical
 from .database import Connection, all_rows
 from .errors import ConflictError, IncompatibleVersion, LeaseLost
@@ -166,6 +166,7 @@ def end(
 ) -> dict[str, object] | None:
     """Record how a dispatch ended (see `EffectEnd`) and settle its budget; guarded: the row must be `started`.
 
+    An effect that succeeded and consists of a write to long-term memory is carried out here, behind that guard.
     Returns what the settlement has exceeded (see `ledger.settle`): then the task fails although its effect succeeded.
     """
     if finish.status == "lost":
@@ -203,6 +204,8 @@ def end(
         ),
     )
     _require_one(tx, finish.effect_id)
+    if finish.memory is not None and finish.status == "succeeded":
+        long_term.put(tx, finish.memory, now=now)
     events.append(Event("effect." + finish.status, task_id, f'{{"effectId":"{finish.effect_id}"}}'))
     if finish.status != "uncertain" and (finish.reserved or finish.usage):
         return ledger.settle(tx, run_id, task_id, finish.effect_id, finish.dispatch, finish.usage, events, now=now)

@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import datetime
 from pathlib import Path
+from typing import Any
 
 from . import (
     approvals,
@@ -21,6 +22,7 @@ from . import (
     effects,
     holds,
     ledger,
+    long_term,
     process_identity,
     processes,
     reconciliations,
@@ -28,10 +30,12 @@ from . import (
     task_queue,
 )
 from .artifacts import Artifacts
-from .canonical import canonical
+from .canonical import canonical, loads
 from .clock import Clock
 from .database import Connection, Database
+from .embedding import Embedder, terms_of
 from .errors import NotFoundError
+from .memory_entries import Search, searchable_text
 from .records import (
     AttemptEnd,
     AttemptHeld,
@@ -46,6 +50,7 @@ from .records import (
     Following,
     HeldAttempt,
     LiveAttempt,
+    MemoryWrite,
     NewReconciliation,
     NewRun,
     ProcessRow,
@@ -63,6 +68,9 @@ log = logging.getLogger(__name__)
 
 BATCH_RESULTS = 256
 BATCH_BYTES = 8 * 1024 * 1024
+REINDEX_ENTRIES = 16
+"""Entries of at most 1 MiB each that a reindex holds at a time."""
+PRUNE_ENTRIES = 256
 
 
 @dataclass(frozen=True, slots=True)
@@ -500,6 +508,74 @@ class Store:
             drain = processes.heartbeat(tx, process_id, rss_bytes=rss, done=done, failed=failed, now=now)
             held = fence is None or task_queue.renew(tx, fence, lease_ms=lease_ms, now=now)
         return held, drain
+
+    # -- long-term memory ------------------------------------------------------------------------------------------
+
+    def memory_entry(self, namespace: str, key: str) -> dict[str, Any] | None:
+        """The record of a visible entry, or None; see `long_term.get`."""
+        with self.database.read() as tx:
+            return long_term.get(tx, namespace, key, now=self.clock.now())
+
+    def memory_put(self, write: MemoryWrite) -> dict[str, Any]:
+        """Write an entry outside of any run; the record. Durable. See `long_term.put`."""
+        now = self.clock.now()
+        with self.database.write(durable=True) as tx:
+            long_term.put(tx, write, now=now)
+            record = long_term.get(tx, write.namespace, write.key, now=now)
+        assert record is not None  # it ends later than now
+        return record
+
+    def memory_search(self, question: Search, embedder: Embedder) -> list[dict[str, Any]]:
+        """The best entries for a question, from one snapshot; see `long_term.search`. Embeds before it reads."""
+        vector = None if question.mode == "text" else embedder.embed([question.query])[0]
+        with self.database.read() as tx:
+            return long_term.search(tx, question, embedder, vector, now=self.clock.now())
+
+    def memory_embeddings(self, namespace: str) -> list[tuple[str, int]]:
+        """(provider, dimensions) with which the visible entries of a namespace are embedded."""
+        with self.database.read() as tx:
+            return long_term.embeddings_of(tx, namespace, now=self.clock.now())
+
+    def memory_reindex(self, namespace: str | None, embedder: Embedder) -> int:
+        """Embed all entries of one namespace, or of all, anew; how many. Others may go on meanwhile.
+
+        Transaction boundaries: one durable write for some entries at a time, and nothing is embedded inside of one. An
+        interruption leaves every entry whole, with its old or its new vector. An entry that somebody has changed
+        meanwhile is embedded again.
+        """
+        done, after = 0, ("", "")
+        while True:
+            with self.database.read() as tx:
+                todo = long_term.texts_after(tx, namespace, after, limit=REINDEX_ENTRIES)
+            if not todo:
+                return done
+            after = (todo[-1][0], todo[-1][1])
+            while todo:
+                todo, stored = self._embed(todo, embedder)
+                done += stored
+
+    def _embed(self, todo: list[tuple[str, str, str]], embedder: Embedder) -> tuple[list[tuple[str, str, str]], int]:
+        """Embed these entries: (those that have changed meanwhile and are still there, how many were stored)."""
+        texts = [searchable_text(loads(value_json)) for _, _, value_json in todo]
+        vectors = embedder.embed(texts)
+        items = [
+            (entry, terms_of(text), long_term.packed(vector))
+            for entry, text, vector in zip(todo, texts, vectors, strict=True)
+        ]
+        with self.database.write(durable=True) as tx:
+            changed = long_term.set_embeddings(tx, items, embedder)
+            again = [long_term.text_of(tx, *name) for name in changed]
+        return [entry for entry in again if entry is not None], len(todo) - len(changed)
+
+    def memory_prune(self, *, older_than_ms: int) -> int:
+        """Delete entries that have expired so long ago, some in each transaction; how many."""
+        before, done = self.clock.now() - older_than_ms, 0
+        while True:
+            with self.database.write() as tx:
+                pruned = long_term.prune(tx, before=before, limit=PRUNE_ENTRIES)
+            done += pruned
+            if pruned < PRUNE_ENTRIES:
+                return done
 
     # -- processes and rescue --------------------------------------------------------------------------------------
 

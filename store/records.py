@@ -231,13 +231,28 @@ class Following:
 
 
 @record
+class MemoryWrite:
+    """An entry of long-term memory that is to be put; `entry_json` is canonical (see `long_term.new_write`)."""
+
+    namespace: str
+    key: str
+    entry_json: str
+    terms: str
+    embedding_provider: str
+    embedding_dimensions: int
+    embedding: bytes
+    expires_at: int | None
+
+
+@record
 class EffectEnd:
     """How a dispatch ended.
 
     `succeeded`, `failed`, `uncertain` are ends of the effect. The others concern the dispatch only: `requested` (it
     provably never began; the effect may start again), `cancelled` (it provably never began and never will) and `lost`
     (it was ended half-way, and its contract allows to send it again: it stays charged). `usage` is in budget units;
-    `reserved` is false for an effect that estimates none, so that there is nothing to settle.
+    `reserved` is false for an effect that estimates none, so that there is nothing to settle. `memory` is the write to
+    long-term memory that the effect consists of; it is carried out in the transaction that confirms the effect.
     """
 
     effect_id: str
@@ -248,6 +263,7 @@ class EffectEnd:
     dispatch: int = 1
     usage: dict[str, int] = field(default_factory=dict)
     reserved: bool = True
+    memory: MemoryWrite | None = None
 
 
 @record

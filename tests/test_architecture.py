@@ -20,7 +20,17 @@ MAY_IMPORT = {
     "worker": {"worker", "store"},
     "cli": {"cli", "coordinator", "worker", "store"},
 }
-PURE = ("states", "records", "canonical", "errors", "policy", "version", "migrations/__init__")
+PURE = (
+    "states",
+    "records",
+    "canonical",
+    "errors",
+    "policy",
+    "version",
+    "migrations/__init__",
+    "embedding",
+    "memory_entries",
+)
 """Modules of the store that decide or describe, and touch nothing."""
 
 PURE_LIBRARY = frozenset(

@@ -76,6 +76,7 @@ class _RunSettings:
     workspace: str
     interactive: bool
     check: bool
+    long_term: dict[str, Any] | None
 
 
 class AttemptRunner:
@@ -181,6 +182,7 @@ class AttemptRunner:
             recorded=recorded,
             foreseen=content.get("foreseen"),
             workspace=settings.workspace,
+            long_term=settings.long_term,
         )
 
     def _settings(self, run_id: str) -> _RunSettings:
@@ -198,6 +200,7 @@ class AttemptRunner:
                 workspace,
                 bool(data.get("interactive", False)),
                 bool(data.get("check", False)),
+                data.get("longTerm"),
             )
             self._known[run_id] = settings
             if len(self._known) > KNOWN_RUNS:
@@ -243,7 +246,9 @@ class AttemptRunner:
         if self._clock.monotonic() - since > self._timing.lease:
             # Held up for longer than the lease: somebody may think that we are dead, so nothing is sent.
             return Ending(None, EffectEnd(request.effect_id, "requested", dispatch=answer.dispatch), "held_up")
-        outcome = plan.execute(EffectContext(request.effect_id, self._token, self._clock.monotonic, claim.fence.holder))
+        outcome = plan.execute(
+            EffectContext(request.effect_id, self._token, self._clock.monotonic, claim.fence.holder, self._store)
+        )
         self._faults.reach("after_effect_result")
         return self._keep(claim, plan, self._ended(request, answer, outcome))
 
@@ -281,7 +286,15 @@ class AttemptRunner:
             status, error = "failed", fault.as_json()
         if status == "succeeded":
             end = EffectEnd(
-                name, "succeeded", result_json, None, notes, dispatch, outcome.usage, reserved=bool(request.estimate)
+                name,
+                "succeeded",
+                result_json,
+                None,
+                notes,
+                dispatch,
+                outcome.usage,
+                reserved=bool(request.estimate),
+                memory=outcome.memory,
             )
             return Ending(AttemptEnd("succeeded", result_effect=name), end)
         error_json = canonical(error or {"code": "failed", "message": "the effect failed", "retryable": False})

@@ -608,6 +608,41 @@ def test_memory_of_a_call_is_its_own(build: Build) -> None:
         build(spec.replace("id: two", "id: one_a"))
 
 
+def test_long_term_memory_of_a_call_is_its_own(build: Build) -> None:
+    spec = """\
+  memory: {longTerm: {namespace: team}}
+  actions:
+    keep: {kind: builtin.long_term_memory.write}
+    find: {kind: builtin.long_term_memory.search}
+    take: {kind: builtin.long_term_memory.promote}
+  subworkflows:
+    note:
+      version: 1.0.0
+      inputSchema: {type: object}
+      outputSchema: {type: object}
+      tasks:
+        - {id: keep, uses: action:keep, with: {key: k, value: 1}}
+        - {id: find, uses: action:find, needs: [keep], with: {query: one, namespace: mine}}
+        - {id: take, uses: action:take, needs: [find], with: {key: k, value: 1}}
+  tasks:
+    - {id: one-a, uses: workflow:note}
+    - {id: own, uses: action:keep, with: {key: k, value: 2}}
+"""
+    plan = build(spec)
+    assert plan.tasks["one-a--keep"].input["namespace"] == "one_a__team"
+    assert plan.tasks["one-a--keep"].input["key"] == "k"
+    assert plan.tasks["one-a--find"].input["namespace"] == "one_a__mine"
+    assert plan.tasks["one-a--take"].input["key"] == "one_a__k"
+    assert plan.tasks["one-a--take"].memory_writes == ("one_a__k",)
+    assert "namespace" not in plan.tasks["own"].input
+    with pytest.raises(DocumentError, match="templated memory namespace in a sub-workflow"):
+        build(
+            spec.replace("namespace: mine", 'namespace: "${{ vars.x }}"').replace(
+                "tasks:\n    - {id: one-a", "vars: {x: y}\n  tasks:\n    - {id: one-a"
+            )
+        )
+
+
 def test_defaults_of_an_action_mean_the_sub_workflow(build: Build) -> None:
     """The `with` of an action is read where it is used: its inputs are those of the call there."""
     spec = (

@@ -212,8 +212,6 @@ def test_spec(load: Callable[[str], Any], code: str, path: str, spec: str) -> No
 USED_ACTIONS = [
     ("spec.tasks[0].uses", "{kind: mcp.call}", "mcp.call"),
     ("spec.tasks[0].uses", "{kind: a2a.delegate}", "a2a.delegate"),
-    ("spec.tasks[0].uses", "{kind: builtin.long_term_memory.read}", "builtin.long_term_memory.read"),
-    ("spec.tasks[0].uses", "{kind: builtin.long_term_memory.promote}", "promote"),
     (
         "spec.tasks[0].uses",
         "{kind: extension.process, command: x, idempotency: pure, inputSchema: {}, outputSchema: {}, "

@@ -97,6 +97,32 @@ def _memory(field: Field, run: Callable[..., Any]) -> None:
     assert run() == {"recalled": "green", "text": "green, size 42", "before": 0}
 
 
+def _long_term_memory(field: Field, run: Callable[..., Any]) -> None:
+    for _ in range(2):
+        output = run()
+        assert (output["found"], output["trees"]) == (1, ["apple", "plum"])
+        [best] = output["answer"]
+        record = best["record"]
+        assert (record["namespace"], record["key"]) == ("notes", "roof")
+        assert record["entry"]["content"] == {"type": "text", "text": "The roof is covered with copper."}
+        assert (best["textScoreMillionths"], best["vectorScoreMillionths"]) == (500_000, 408_248)
+        assert best["scoreMillionths"] == 454_124
+        # 30 days, up to the moment between the look at the clock and the commit.
+        assert abs(record["expiresAt"] - record["updatedAt"] - 30 * 86_400_000) < 60_000
+        effects = field.json("inspect", "@latest").data["effects"]
+        assert {(e["request"]["operation"].rpartition(".")[2], e["request"]["effectClass"]) for e in effects} == {
+            ("write", "external_mutate"),
+            ("read", "observe"),
+            ("search", "observe"),
+            ("promote", "internal_state"),
+        }
+        assert {e["status"] for e in effects} == {"succeeded"}
+    found = field.json("memory", "search", "copper roof", "--namespace", "notes").data
+    assert (found["count"], found["results"][0]["scoreMillionths"]) == (1, 1_000_000)
+    assert field.json("memory", "get", "roof", "--namespace", "notes").data == found["results"][0]["record"]
+    assert run("--input", "question=nothing of that kind") == {"found": 0, "answer": [], "trees": ["apple", "plum"]}
+
+
 def _retry(field: Field, run: Callable[..., Any]) -> None:
     for _ in range(2):
         assert run() == {"said": "connected at the second attempt\n"}
@@ -298,6 +324,7 @@ PROMISES: dict[str, Callable[[Field, Callable[..., Any]], None]] = {
     "fan-out.yaml": _fan_out,
     "matrix.yaml": _matrix,
     "memory.yaml": _memory,
+    "long-term-memory.yaml": _long_term_memory,
     "retry.yaml": _retry,
     "archive.yaml": _archive,
     "artifacts.yaml": _artifacts,

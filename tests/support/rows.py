@@ -30,6 +30,7 @@ TABLES = [
     "artifact_blobs",
     "artifact_ingests",
     "artifact_refs",
+    "long_term_memory",
 ]
 
 

@@ -13,8 +13,11 @@ from pathlib import Path
 import apsw
 from agentctl.store import gate, migrate
 from agentctl.store.clock import SystemClock
+from agentctl.store.embedding import LocalHash
 from agentctl.store.engine import Store
 from agentctl.store.errors import ConflictError
+from agentctl.store.long_term import new_write
+from agentctl.store.memory_entries import entry_of
 from agentctl.store.records import AttemptHeld, EffectEnd, StartedEffect
 
 from support.builders import Hand, effect_request, new_run, process_row
@@ -176,4 +179,14 @@ def decide(path: Path, approval_id: str, approve: bool, barrier: Barrier, out: C
         out.send("decided")
     except ConflictError as error:
         out.send(error.message)
+    store.close()
+
+
+def put_often(path: Path, name: str, times: int, barrier: Barrier) -> None:
+    """Write one key of long-term memory again and again, at the same instant as others."""
+    store = Store(path, SystemClock())
+    barrier.wait()
+    for number in range(times):
+        entry = entry_of({"content": {"type": "text", "text": f"{name} {number}"}})
+        store.memory_put(new_write("n", "k", entry, LocalHash(), None))
     store.close()

@@ -12,11 +12,14 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from importlib import import_module
-from typing import Any, Final, Literal, Protocol, TypeAlias
+from typing import TYPE_CHECKING, Any, Final, Literal, Protocol, TypeAlias
 
 from agentctl.store.errors import TaskFault
 from agentctl.store.policy import Policy
-from agentctl.store.records import record
+from agentctl.store.records import MemoryWrite, record
+
+if TYPE_CHECKING:
+    from agentctl.store.engine import Store
 
 Status: TypeAlias = Literal["succeeded", "failed", "uncertain", "not_dispatched"]
 
@@ -45,7 +48,8 @@ class Work:
     of an effect row that an earlier delivery of the same attempt requested, else None. `force_effect`: an
     unchanged `builtin.write` is an effect, too (a compensation run, contract 3). `foreseen` is what the file would hold
     by now according to earlier writes of a run in check mode, which were not carried out. `workspace` is the resolved
-    workspace root if the caller knows it already (a worker resolves it once per run).
+    workspace root if the caller knows it already (a worker resolves it once per run). `long_term` is
+    `spec.memory.longTerm`, None when the document has none.
     """
 
     task_id: str
@@ -62,17 +66,19 @@ class Work:
     force_effect: bool = False
     foreseen: str | None = None
     workspace: str | None = None
+    long_term: Mapping[str, Any] | None = None
 
 
 @dataclass(slots=True)
 class EffectContext:
-    """What a dispatch knows: the effect's id, its cancel token, the clock that its limits are measured by, and the
-    worker (process id of the store) that dispatches."""
+    """What a dispatch knows: the effect's id, its cancel token, the clock that its limits are measured by, the
+    worker (process id of the store) that dispatches, and the database, for effects that look at it."""
 
     effect_id: str
     token: CancelToken
     monotonic: Callable[[], float]
     holder: str = ""
+    store: Store | None = None
 
 
 @record
@@ -86,6 +92,7 @@ class EffectOutcome:
     For the last three `error` is `TaskFault.as_json()`. A process that failed or was ended may have a
     `result`, too: what it printed so far, for `logs`; it is never a task's output. `usage` is in budget
     units. `notes` are findings for people (processes that were left behind and had to be ended, say).
+    `memory` is a write to long-term memory that comes true with the confirmation of the effect, never without.
     """
 
     status: Status
@@ -93,6 +100,7 @@ class EffectOutcome:
     error: dict[str, Any] | None = None
     usage: dict[str, int] = field(default_factory=dict)
     notes: dict[str, Any] = field(default_factory=dict)
+    memory: MemoryWrite | None = None
 
     @classmethod
     def not_dispatched(cls, fault: TaskFault) -> EffectOutcome:
@@ -164,6 +172,10 @@ _BUILTIN: Final[dict[str, tuple[str, str]]] = {
     "builtin.read": ("files", "prepare_read"),
     "builtin.write": ("files", "prepare_write"),
     "builtin.memory.write": ("memory", "prepare_memory_write"),
+    "builtin.long_term_memory.read": ("long_term", "prepare_read"),
+    "builtin.long_term_memory.search": ("long_term", "prepare_search"),
+    "builtin.long_term_memory.write": ("long_term", "prepare_write"),
+    "builtin.long_term_memory.promote": ("long_term", "prepare_promote"),
     "builtin.shell.exec": ("shell", "prepare_shell"),
 }
 _preparers: dict[str, Preparer] = {}

@@ -1,4 +1,4 @@
-"""`builtin.memory.write`: what a write to working memory comes to (contract 3 and 7).
+"""`builtin.memory.write`: what a write to working memory comes to (contract 3 and 7). A promotion is one, too.
 
 A pure computation. The change itself becomes visible when the coordinator commits the task: it derives the
 delta from `key` and `after` of the recorded output.
@@ -16,6 +16,11 @@ from . import EffectContext, EffectOutcome, EffectPlan, Work, refuse_cancelled
 
 
 def prepare_memory_write(work: Work) -> EffectPlan:
+    """`builtin.memory.write` itself."""
+    return working_memory_write(work, operation="builtin.memory.write", policy_name="memory.write")
+
+
+def working_memory_write(work: Work, *, operation: str, policy_name: str) -> EffectPlan:
     """`key`, and `value` (default null); output `{status, changed, before, after, key}`.
 
     An unchanged value makes an effect, too (contract 7). Values are compared by their canonical form, so
@@ -36,11 +41,11 @@ def prepare_memory_write(work: Work) -> EffectPlan:
         "key": key,
     }
     return EffectPlan(
-        operation="builtin.memory.write",
+        operation=operation,
         effect_class="internal_state",
         risk="low",
         idempotency="keyed",
-        policy_name="memory.write",
+        policy_name=policy_name,
         input={"key": key, "value": value},
         expected_effect={"key": key, "changed": changed},
         estimate={},

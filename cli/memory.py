@@ -1,0 +1,256 @@
+"""Verbs about long-term memory: look at entries, write them by hand, search, and embed them anew (contract 4.12, 7)."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+from contextlib import closing, contextmanager
+from typing import TYPE_CHECKING, Any
+
+import click
+from agentctl.store.errors import ConflictError, NotFoundError, TaskFault, UsageError
+
+from .documents import json_or_text, read_json_file
+from .main import Settings, VerbGroup, pass_settings
+from .render import Printer, clean, when
+from .run import open_store
+
+if TYPE_CHECKING:
+    from agentctl.store.embedding import Embedder
+    from agentctl.store.engine import Store
+
+SHOWN_TEXT = 4000
+SHOWN_LINE = 100
+
+_IN_THE_WAY = ("reindex_required", "too_many_candidates")
+"""Faults that say how things stand in the database; all others are about what the caller has said."""
+
+_namespace_option = click.option(
+    "--namespace", default="default", metavar="NAME", show_default=True, help="Namespace of the key."
+)
+_dimensions_option = click.option(
+    "--dimensions",
+    type=int,
+    metavar="N",
+    help="Length of the vectors; else that of the namespace's entries, or 64.",
+)
+
+
+@click.group(cls=VerbGroup)
+def memory() -> None:
+    """Long-term memory: entries that outlive the runs."""
+
+
+@memory.command("get")
+@click.argument("key")
+@_namespace_option
+@pass_settings
+def memory_get(settings: Settings, key: str, namespace: str) -> None:
+    """Show an entry. Exit 5 when there is none, or when its time is over."""
+    from agentctl.store.memory_entries import check_name
+
+    with _faults():
+        check_name("namespace", namespace)
+        check_name("key", key)
+    with closing(open_store(settings)) as store:
+        record = store.memory_entry(namespace, key)
+    if record is None:
+        raise NotFoundError(
+            f"the namespace {namespace!r} has no entry {key!r}",
+            remedy="`agentctl memory search` finds keys; --namespace names another namespace",
+        )
+    Printer(settings).result("MemoryRecord", record, lambda out: _record_for_people(out, record))
+
+
+@memory.command("put")
+@click.argument("key")
+@click.argument("value", required=False)
+@click.option("--file", "file", metavar="FILE", help="The value as a JSON file; - is stdin.")
+@click.option("--entry", "whole", is_flag=True, help="The value is a whole entry, as `memory get` shows it.")
+@click.option("--text", metavar="TEXT", help="What a search looks through; else the value itself.")
+@click.option(
+    "--metadata", "pairs", multiple=True, metavar="KEY=VALUE", help="For the filters of a search; JSON or text."
+)
+@click.option("--retention-days", type=int, metavar="N", help="Days until the entry ends; else never.")
+@_namespace_option
+@_dimensions_option
+@pass_settings
+def memory_put(
+    settings: Settings,
+    key: str,
+    value: str | None,
+    file: str | None,
+    whole: bool,
+    text: str | None,
+    pairs: tuple[str, ...],
+    retention_days: int | None,
+    namespace: str,
+    dimensions: int | None,
+) -> None:
+    """Write an entry, over an earlier one of that key. VALUE is read as JSON, or kept as text.
+
+    It belongs to no run: no approval is asked for, and nothing is recorded but the entry.
+    """
+    from agentctl.store import memory_entries as entries
+    from agentctl.store.long_term import new_write
+
+    if (value is None) == (file is None):
+        raise UsageError("give either a VALUE or --file", remedy="`agentctl memory put KEY VALUE`")
+    content = json_or_text(value, "VALUE") if value is not None else read_json_file(str(file), "--file")
+    given: dict[str, Any] = {"entry" if whole else "value": content}
+    if text is not None:
+        given["text"] = text
+    if pairs:
+        given["metadata"] = _pairs(pairs, "--metadata")
+    with _faults():
+        entries.check_name("namespace", namespace)
+        entries.check_name("key", key)
+        entry = entries.entry_of(given)
+        days = entries.check_retention(retention_days)
+        if dimensions is not None:
+            _local(dimensions)
+    with closing(open_store(settings, create=True)) as store, _faults():
+        expires_at = None if days is None else store.clock.now() + days * entries.DAY_MS
+        write = new_write(namespace, key, entry, _embedder(store, namespace, dimensions), expires_at)
+        record = store.memory_put(write)
+    Printer(settings).result("MemoryRecord", record, lambda out: _record_for_people(out, record))
+
+
+@memory.command("search")
+@click.argument("query")
+@click.option("--mode", default="text", metavar="MODE", show_default=True, help="text, vector or hybrid.")
+@click.option("--limit", type=int, default=10, metavar="N", show_default=True, help="Most results; 1 to 100.")
+@click.option("--filter", "pairs", multiple=True, metavar="KEY=VALUE", help="Only entries with that metadata.")
+@_namespace_option
+@_dimensions_option
+@pass_settings
+def memory_search(
+    settings: Settings,
+    query: str,
+    mode: str,
+    limit: int,
+    pairs: tuple[str, ...],
+    namespace: str,
+    dimensions: int | None,
+) -> None:
+    """The entries of a namespace that fit best: by words, by vector, or by the mean of both.
+
+    Exit 5 when the entries were embedded otherwise than the query is, or are too many.
+    """
+    from agentctl.store.memory_entries import search_of
+
+    filters = _pairs(pairs, "--filter")
+    given = {"query": query, "mode": mode, "limit": limit, "filters": filters, "namespace": namespace}
+    with _faults():
+        question = search_of(given, namespace)
+        if dimensions is not None:
+            _local(dimensions)
+    with closing(open_store(settings)) as store, _faults():
+        results = store.memory_search(question, _embedder(store, namespace, dimensions))
+    data = {"namespace": namespace, "query": query, "mode": mode, "count": len(results), "results": results}
+
+    def human(out: Printer) -> None:
+        rows = []
+        for result in results:
+            record = result["record"]
+            line = _shown(record["entry"]).replace("\n", " ")
+            rows.append((f"{result['scoreMillionths'] / 1_000_000:.6f}", record["key"], line[:SHOWN_LINE]))
+        if rows:
+            out.table(("SCORE", "KEY", "TEXT"), rows)
+        else:
+            out.line(f"nothing in the namespace {clean(namespace)} fits")
+
+    Printer(settings).result("MemorySearch", data, human)
+
+
+@memory.command("reindex")
+@click.option("--namespace", metavar="NAME", help="Only this namespace; else all.")
+@click.option("--dimensions", type=int, default=64, metavar="N", show_default=True, help="Length of the vectors.")
+@pass_settings
+def memory_reindex(settings: Settings, namespace: str | None, dimensions: int) -> None:
+    """Make the words and vectors of all entries anew. Others may use the memory meanwhile; it can be interrupted.
+
+    Give the dimensions that workflows have in memory.longTerm.embedding.
+    """
+    from agentctl.store.memory_entries import check_name
+
+    with _faults():
+        if namespace is not None:
+            check_name("namespace", namespace)
+        chosen = _local(dimensions)
+    with closing(open_store(settings)) as store:
+        count = store.memory_reindex(namespace, chosen)
+    data = {
+        "namespace": namespace,
+        "entries": count,
+        "embeddingProvider": chosen.provider,
+        "embeddingDimensions": chosen.dimensions,
+    }
+    where = "all namespaces" if namespace is None else f"the namespace {clean(namespace)}"
+    Printer(settings).result(
+        "MemoryReindex",
+        data,
+        lambda out: out.line(f"{count} entries of {where}: {chosen.provider}, {chosen.dimensions} dimensions"),
+    )
+
+
+# -- helpers -----------------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def _faults() -> Iterator[None]:
+    """A fault of a value as the error of a verb: exit 2 for what was said, 5 for how things stand."""
+    try:
+        yield
+    except TaskFault as fault:
+        remedy = (fault.details or {}).get("remedy")
+        if fault.code in _IN_THE_WAY:
+            raise ConflictError(fault.message, remedy=remedy) from fault
+        raise UsageError(
+            fault.message, remedy=remedy or "nothing was changed; `--help` shows what is allowed"
+        ) from fault
+
+
+def _local(dimensions: int) -> Embedder:
+    from agentctl.store.embedding import LOCAL_HASH, embedder
+
+    return embedder(LOCAL_HASH, dimensions)
+
+
+def _embedder(store: Store, namespace: str, dimensions: int | None) -> Embedder:
+    """As the caller says, else as the entries of the namespace are embedded, if that is one way."""
+    from agentctl.store.embedding import embedder
+
+    if dimensions is not None:
+        return _local(dimensions)
+    known = store.memory_embeddings(namespace)
+    return embedder(*known[0]) if len(known) == 1 else embedder()
+
+
+def _pairs(pairs: Sequence[str], option: str) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for pair in pairs:
+        key, equals, value = pair.partition("=")
+        if not key or not equals:
+            raise UsageError(f"{option} {pair!r} is not KEY=VALUE", remedy=f"for example {option} topic=house")
+        if key in found:
+            raise UsageError(f"{option} gives {key!r} twice", remedy="give each key once")
+        found[key] = json_or_text(value, f"{option} {key}")
+    return found
+
+
+def _record_for_people(out: Printer, record: dict[str, Any]) -> None:
+    ends = "no end" if record["expiresAt"] is None else f"ends {when(record['expiresAt'])}"
+    out.line(f"{out.bold(clean(record['key']))} in {clean(record['namespace'])}, {ends}")
+    out.line(f"  written {when(record['updatedAt'])}, first {when(record['createdAt'])}")
+    for name, value in record["entry"]["metadata"].items():
+        out.line(f"  {clean(name)}: {clean(json.dumps(value, ensure_ascii=False))}")
+    for line in _shown(record["entry"])[:SHOWN_TEXT].splitlines():
+        out.line(f"  {clean(line)}")
+
+
+def _shown(entry: dict[str, Any]) -> str:
+    from agentctl.store.memory_entries import value_of
+
+    value = value_of(entry)
+    return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)

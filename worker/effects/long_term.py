@@ -1,0 +1,164 @@
+"""Long-term memory: read, search, write, and promotion to working memory (contract 3 and 7).
+
+Reads and searches look at the database when they are dispatched, and what they saw is the recorded result. A write is
+only described here: it is carried out in the transaction that confirms its effect, so a worker that dies at any moment
+leaves both or neither, and a delivery that follows a confirmed one finds the result and writes nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any, TypeAlias
+
+from agentctl.store import memory_entries as entries
+from agentctl.store.embedding import DEFAULT_DIMENSIONS, LOCAL_HASH, Embedder, embedder
+from agentctl.store.engine import Store
+from agentctl.store.errors import IncompatibleVersion, TaskFault
+from agentctl.store.long_term import new_write
+
+from . import EffectContext, EffectOutcome, EffectPlan, Work, refuse_cancelled
+from .memory import working_memory_write
+
+READ = "builtin.long_term_memory.read"
+SEARCH = "builtin.long_term_memory.search"
+WRITE = "builtin.long_term_memory.write"
+PROMOTE = "builtin.long_term_memory.promote"
+
+Look: TypeAlias = Callable[[EffectContext], EffectOutcome]
+
+
+def prepare_read(work: Work) -> EffectPlan:
+    """`key` and `namespace`; output `{status, changed, value, record}`, both null when there is no such entry."""
+    namespace = _namespace(work)
+    key = entries.check_name("key", work.input.get("key"))
+    return _observation(READ, "memory.read", {"namespace": namespace, "key": key}, partial(_read, namespace, key))
+
+
+def _read(namespace: str, key: str, context: EffectContext) -> EffectOutcome:
+    record = _store(context).memory_entry(namespace, key)
+    value = None if record is None else entries.value_of(record["entry"])
+    return EffectOutcome("succeeded", {"status": "unchanged", "changed": False, "value": value, "record": record})
+
+
+def prepare_search(work: Work) -> EffectPlan:
+    """`query`, `mode`, `limit`, `filters`, `namespace`; output `{status, changed, count, query, results}`."""
+    question = entries.search_of(work.input, _default_namespace(work))
+    given: dict[str, Any] = {
+        "namespace": question.namespace,
+        "query": question.query,
+        "mode": question.mode,
+        "limit": question.limit,
+        "filters": dict(question.filters),
+    }
+    chosen = _embedder(work)
+    if question.mode != "text":
+        given["embedding"] = _named(chosen)
+    return _observation(SEARCH, "memory.search", given, partial(_search, question, chosen))
+
+
+def _search(question: entries.Search, chosen: Embedder, context: EffectContext) -> EffectOutcome:
+    results = _store(context).memory_search(question, chosen)
+    output = {"status": "unchanged", "changed": False, "count": len(results), "query": question.query}
+    return EffectOutcome("succeeded", {**output, "results": results})
+
+
+def prepare_write(work: Work) -> EffectPlan:
+    """`key`, one of `entry`, `content` and `value`, `retentionDays`, `namespace`; output with the stored entry."""
+    namespace = _namespace(work)
+    key = entries.check_name("key", work.input.get("key"))
+    entry = entries.entry_of(work.input)
+    days = entries.check_retention(work.input.get("retentionDays", (work.long_term or {}).get("retentionDays")))
+    chosen = _embedder(work)
+    given = {
+        "namespace": namespace,
+        "key": key,
+        "entry": entry,
+        "retentionDays": days,
+        "embedding": _named(chosen),
+    }
+    return EffectPlan(
+        operation=WRITE,
+        effect_class="external_mutate",
+        risk="medium",
+        idempotency="keyed",
+        policy_name="memory.write",
+        input=given,
+        expected_effect={"namespace": namespace, "key": key, "retentionDays": days},
+        estimate={},
+        execute=partial(_carry_out, partial(_write, namespace, key, entry, days, chosen)),
+    )
+
+
+def _write(
+    namespace: str, key: str, entry: dict[str, Any], days: int | None, chosen: Embedder, context: EffectContext
+) -> EffectOutcome:
+    store = _store(context)
+    store.memory_entry(namespace, key)  # an entry of a newer agentctl is not lost to an older one
+    expires_at = None if days is None else store.clock.now() + days * entries.DAY_MS
+    write = new_write(namespace, key, entry, chosen, expires_at)
+    output: dict[str, Any] = {
+        "status": "changed",
+        "changed": True,
+        "namespace": namespace,
+        "key": key,
+        "entry": entry,
+        "embeddingProvider": chosen.provider,
+        "embeddingDimensions": chosen.dimensions,
+        "expiresAt": expires_at,
+    }
+    return EffectOutcome("succeeded", output, memory=write)
+
+
+def prepare_promote(work: Work) -> EffectPlan:
+    """`key` and `value`: an explicit value goes into the working memory of the run, as `builtin.memory.write` does it.
+
+    Nothing is read from long-term memory here; the value is what the task says, from a read or a search before it.
+    """
+    return working_memory_write(work, operation=PROMOTE, policy_name="memory.promote")
+
+
+def _observation(operation: str, policy_name: str, given: dict[str, Any], look: Look) -> EffectPlan:
+    return EffectPlan(
+        operation=operation,
+        effect_class="observe",
+        risk="low",
+        idempotency="keyed",
+        policy_name=policy_name,
+        input=given,
+        expected_effect={},
+        estimate={},
+        execute=partial(_carry_out, look),
+    )
+
+
+def _carry_out(look: Look, context: EffectContext) -> EffectOutcome:
+    try:
+        return refuse_cancelled(context) or look(context)
+    except TaskFault as fault:
+        return EffectOutcome.failed(fault)
+    except IncompatibleVersion as error:
+        return EffectOutcome.failed(TaskFault(error.code, error.message))
+
+
+def _default_namespace(work: Work) -> str:
+    return str((work.long_term or {}).get("namespace", entries.DEFAULT_NAMESPACE))
+
+
+def _namespace(work: Work) -> str:
+    return entries.check_name("namespace", work.input.get("namespace", _default_namespace(work)))
+
+
+def _embedder(work: Work) -> Embedder:
+    settings = (work.long_term or {}).get("embedding") or {}
+    return embedder(settings.get("provider", LOCAL_HASH), settings.get("dimensions", DEFAULT_DIMENSIONS))
+
+
+def _named(chosen: Embedder) -> dict[str, Any]:
+    return {"provider": chosen.provider, "dimensions": chosen.dimensions}
+
+
+def _store(context: EffectContext) -> Store:
+    if context.store is None:
+        raise TaskFault("unsupported_capability", "this worker has no database for long-term memory")
+    return context.store
