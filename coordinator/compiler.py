@@ -79,6 +79,9 @@ _KINDS: dict[str, _Kind] = {
 }
 """The kinds that run; every other kind of the contract is refused by name where a task uses it."""
 
+_HINTS = 20
+"""Findings that come with a hint."""
+
 _MEMORY_KINDS = frozenset({"builtin.memory.read", "builtin.memory.write"})
 
 _OPEN_KINDS = frozenset({"builtin.assign", "builtin.assert"})
@@ -206,7 +209,7 @@ class _Compiler:
         ids = self.unique_ids(sources)
         for source in sources:
             self.check_task(source, ids)
-        self.check_routes(sources)
+        self.check_routes(sources, ids)
         self.check_outputs(ids)
         self.check_budgets(sources)
         self.stop_if_wrong()
@@ -373,7 +376,7 @@ class _Compiler:
     def missing(self, what: str, name: str, known: Mapping[str, Any] | set[str], path: Sequence[str | int]) -> None:
         # Likeness is dear among thousands of names, and nobody reads hints by the hundred.
         hint = None
-        if len(self.found) < 20:
+        if len(self.found) < _HINTS:
             hint = did_you_mean(name, known, else_list=f"known {what}s")
         self.report("missing_reference", f"there is no {what} {name!r}", path, help=hint)
 
@@ -584,7 +587,7 @@ class _Compiler:
         source.input = {"select": route.select}
         self.memory_keys(source, references)
 
-    def check_routes(self, sources: list[_Source]) -> None:
+    def check_routes(self, sources: list[_Source], ids: set[str]) -> None:
         """Destinations exist and need their router; they get it as a guard (contract 2.6)."""
         entries = {source.task.id: source for source in sources}
         # What stands for a call is its aggregate, and what begins it its boundary.
@@ -601,7 +604,7 @@ class _Compiler:
                 path: Path = (*source.path, "route", *place)
                 entry = entries.get(name)
                 if entry is None:
-                    self.missing("task", name, entries, path)
+                    self.missing("task", *self.around(source, name, ids), path)
                     continue
                 if router not in entry.needed:
                     shown, chosen = self.shown(source, router), self.shown(source, name)
@@ -618,6 +621,15 @@ class _Compiler:
         if source.role == "subworkflow_input" and task_id == source.task.id:
             task_id = task_id.rpartition("--")[0]
         return task_id if source.namespace is None else source.namespace.local(task_id)
+
+    def around(self, source: _Source | None, task_id: str, ids: set[str]) -> tuple[str, set[str]]:
+        """A task id and all that there are, as the author of this part of the document knows them."""
+        if source is None or source.namespace is None:
+            return task_id, ids
+        if len(self.found) >= _HINTS:
+            return self.shown(source, task_id), set()
+        inside = f"{source.namespace.call}--"
+        return self.shown(source, task_id), {name.removeprefix(inside) for name in ids if name.startswith(inside)}
 
     def own_memory(self, source: _Source) -> bool:
         """Put the prefix of a sub-workflow before the key of its task; False if that cannot be (contract 2.7)."""
@@ -677,9 +689,9 @@ class _Compiler:
                 continue
             name = reference.path[0]
             if name not in ids:
+                shown, known = self.around(source, name, ids)
                 for place in [path] if condition else _reading(value, path, name):
-                    shown = name if source is None else self.shown(source, name)
-                    self.missing("task", shown, ids, place)
+                    self.missing("task", shown, known, place)
             elif source is not None and name not in source.needed:
                 for place in [path] if condition else _reading(value, path, name):
                     reader, read = self.shown(source, source.task.id), self.shown(source, name)

@@ -46,11 +46,15 @@ class Fanout:
     data_names: tuple[str, ...]
     templates: tuple[tuple[Path, Any], ...]
     values: tuple[tuple[str, Sequence[Any]], ...]
+    parent: str = ""
 
     def bindings(self) -> Iterator[dict[str, Any]]:
         """The bindings of each child, in expansion order."""
         if self.kind == "loop":
-            yield from self.values[0][1]
+            [(_, [previous])] = self.values
+            for index in range(self.size):
+                yield (bindings := {"loopIndex": index, "loopPrevious": previous})
+                previous = output_of(expansion_id(self.parent, index, bindings))
         elif self.kind == "foreach":
             name, items = self.values[0]
             for index, item in enumerate(items):
@@ -120,21 +124,19 @@ def loop_guard(text: str) -> str:
 
 
 def plan_loop(loop: Loop, parent: str) -> Fanout:
-    """The iterations of a loop. Each one binds the output of the one before, so each id depends on all before it."""
-    chain: list[dict[str, Any]] = []
-    previous = loop.initial
-    for index in range(loop.max_iterations):
-        bindings = {"loopIndex": index, "loopPrevious": previous}
-        chain.append(bindings)
-        previous = output_of(expansion_id(parent, index, bindings))
+    """The iterations of a loop. Each one binds the output of the one before, so each id depends on all before it.
+
+    Nothing is computed yet: whether so many are allowed is looked at first.
+    """
     looks = has_template(loop.initial)
     return Fanout(
         "loop",
-        len(chain),
+        loop.max_iterations,
         ("loopIndex", "loopPrevious"),
         (),
         ((("loop", "initial"), loop.initial),) if looks else (),
-        (("loop", chain),),
+        (("loop", [loop.initial]),),
+        parent,
     )
 
 

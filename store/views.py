@@ -569,15 +569,17 @@ def _unmet(tx: Connection, run: Run, task_ids: Sequence[str]) -> dict[str, tuple
     """(why, detail) of pending tasks whose needs, or whose earlier users of memory, have not ended."""
     if not task_ids:
         return {}
-    # One pass of SQLite over the plan, which can be large: only the wanted tasks become text, and of them two parts.
+    # One pass of SQLite over the plan, which can be large: only the wanted tasks become text, and of them few parts.
     plan: dict[str, tuple[list[str], list[int]]] = {}
-    for task_id, needs, after in tx.execute(
-        "SELECT e.key, json_extract(e.value, '$.needs'), json_extract(e.value, '$.memoryAfter') "
-        "FROM run_documents d, json_each(d.plan_json, '$.tasks') e "
+    for task_id, needs, after, guards in tx.execute(
+        "SELECT e.key, json_extract(e.value, '$.needs'), json_extract(e.value, '$.memoryAfter'), "
+        "json_extract(e.value, '$.routeGuards') FROM run_documents d, json_each(d.plan_json, '$.tasks') e "
         "WHERE d.run_id = ? AND e.key IN (SELECT value FROM json_each(?))",
         (run.run_id, json.dumps(list(task_ids))),
     ):
-        plan[task_id] = (_value(needs) or [], _value(after) or [])
+        # An aggregate waits for the router that guards it although it does not need it.
+        routers = [guard["router"] for guard in _value(guards) or []]
+        plan[task_id] = (list(dict.fromkeys([*(_value(needs) or []), *routers])), _value(after) or [])
     open_needs = {
         row[0]
         for row in tx.execute(

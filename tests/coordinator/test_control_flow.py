@@ -332,6 +332,19 @@ def test_a_guard_that_is_false_after_the_last_iteration_is_fine(table: Bench) ->
     assert done.tasks["refine"].decision["result"] is False
 
 
+def test_the_last_decision_waits_for_the_memory_that_it_reads(build: Build) -> None:
+    """A writer that comes between the last iteration and the aggregate has ended before the guard is decided again."""
+    spec = LOOP.replace('while: "${{ vars.loopIndex < 2 }}"', 'while: "${{ memory.k }}"').replace(
+        "  tasks:\n",
+        "  memory: {working: {k: true}}\n  tasks:\n"
+        f"    - {{id: w, uses: action:put, needs: [{GOLDEN[2]}], with: {{key: k, value: false}}}}\n",
+    )
+    plan = build(spec)
+    assert plan.order[:5] == (*GOLDEN, "w", "refine")
+    assert (plan.tasks["refine"].memory_reads, plan.tasks["refine"].memory_after) == (("k",), (3,))
+    assert plan.tasks[GOLDEN[2]].memory_after == ()
+
+
 def test_loop_output_is_the_output_before(table: Bench) -> None:
     """It may stand in the guard, and the last decision sees the last output, own variables and what the body needs."""
     spec = (

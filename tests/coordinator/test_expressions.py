@@ -16,6 +16,8 @@ from agentctl.coordinator.expressions import (
     has_template,
     is_exact_template,
     json_equal,
+    rename_condition,
+    rename_paths,
 )
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -253,3 +255,44 @@ def test_rendering_is_fast() -> None:
     renderer = compile_value({"path": "out/${{ inputs.s }}.txt", "content": "${{ tasks.t1.output.output }}", "n": 1})
     best = min(timeit.repeat(lambda: renderer(SCOPE), number=1000, repeat=5)) / 1000
     assert best < 100e-6
+
+
+# ------------------------------------------------------------------------------------------- renaming
+
+
+def _in_a_call(reference: Ref) -> str | None:
+    return {"inputs": "tasks.b.output.x", "tasks": "tasks.n--t.output.y"}.get(reference.root)
+
+
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [
+        ("${{ inputs.x }}", "${{ tasks.b.output.x }}"),
+        ("${{inputs.x}}", "${{tasks.b.output.x}}"),
+        ("a ${{ inputs.x }} inputs.x", "a ${{ tasks.b.output.x }} inputs.x"),
+        ("${{ tasks.t.output.y }} or ${{ inputs.x }}", "${{ tasks.n--t.output.y }} or ${{ tasks.b.output.x }}"),
+        ("${{ not inputs.x == 'inputs.x' }}", "${{ not tasks.b.output.x == 'inputs.x' }}"),
+        ("${{ inputs.x != inputs.x }}", "${{ tasks.b.output.x != inputs.x }}"),
+        ("${{ vars.inputs.x }}", "${{ vars.inputs.x }}"),
+        ("${{ inputs.x", "${{ inputs.x"),
+        ("${{ inputs.x }} ${{ }} ${{ inputs.x }}", "${{ tasks.b.output.x }} ${{ }} ${{ tasks.b.output.x }}"),
+        ("inputs.x", "inputs.x"),
+        ({"inputs.x": ["${{ inputs.x }}", 1]}, {"inputs.x": ["${{ tasks.b.output.x }}", 1]}),
+    ],
+)  # fmt: skip
+def test_paths_are_renamed_and_nothing_else(before: Any, after: Any) -> None:
+    assert rename_paths(before, _in_a_call) == after
+
+
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [
+        ("inputs.x", "tasks.b.output.x"),
+        ("not inputs.x", "not tasks.b.output.x"),
+        ("inputs.x == not inputs.x", "tasks.b.output.x == not inputs.x"),
+        ("${{ tasks.t.output.y > 1 }}", "${{ tasks.n--t.output.y > 1 }}"),
+        ("inputs.x and inputs.y", "inputs.x and inputs.y"),
+    ],
+)
+def test_a_condition_is_renamed_with_or_without_its_wrapper(before: str, after: str) -> None:
+    assert rename_condition(before, _in_a_call) == after

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -108,3 +109,13 @@ def test_the_longest_loop(build: Build) -> None:
     assert plan.order[999].startswith("l--0999-")
     with pytest.raises(DocumentError, match="1000"):
         build(spec + loop % 1001)
+
+
+def test_loops_that_come_to_too_much_are_refused_at_once(build: Build) -> None:
+    """Five million iterations: told before any of them is computed."""
+    loop = "    - {id: l%d, uses: action:say, loop: {maxIterations: 1000, while: '${{ vars.loopIndex < 1 }}'}}\n"
+    spec = HEAD.partition("spec:\n")[2] + "  tasks:\n" + "".join(loop % number for number in range(5000))
+    began = time.monotonic()
+    with pytest.raises(DocumentError, match="5005000 compiled tasks are more than 200000"):
+        build(spec)
+    assert time.monotonic() - began < 5 * time_factor()

@@ -12,6 +12,7 @@ from typing import Any
 
 from agentctl.coordinator.compiler import compile_workflow
 from agentctl.coordinator.definition import document_from_source
+from agentctl.coordinator.diagnostics import DocumentError
 from agentctl.coordinator.plan import Plan
 from agentctl.coordinator.yaml_document import parse_document
 from hypothesis import HealthCheck, given, settings
@@ -44,6 +45,56 @@ def test_expansion_is_stable_under_reordering_of_maps(program: Program, chance: 
     assert plan.order == other.order == program.nodes
     assert (plan.workflow_digest, plan.plan_digest) == (other.workflow_digest, other.plan_digest)
     assert list(plan.canonical_chunks()) == list(other.canonical_chunks())
+
+
+@settings(max_examples=repeats(2_000, 150), deadline=None, database=None, suppress_health_check=list(HealthCheck))
+@given(program=programs(80), chance=st.integers(0, 2**32))
+def test_a_damaged_document_is_refused_and_never_crashes(program: Program, chance: int) -> None:
+    """Any part of a document replaced by any other: findings with a place, or a plan that is whole."""
+    draw = random.Random(chance)
+    document = json.loads(json.dumps(program.document(4)))
+    for _ in range(draw.choice([1, 1, 2, 3])):
+        damage(document, draw)
+    try:
+        plan = plan_of(document)
+    except DocumentError as error:
+        assert error.diagnostics
+        assert all(found.line is not None and found.column is not None for found in error.diagnostics)
+    else:
+        assert Plan.from_json(json.loads("".join(plan.canonical_chunks()))) == plan
+        seen: set[str] = set()
+        for name in plan.order:
+            assert seen.issuperset(plan.tasks[name].needs)
+            seen.add(name)
+
+
+def damage(document: dict[str, Any], chance: random.Random) -> None:
+    """Replace, remove or exchange something below `spec`."""
+    places: list[tuple[Any, Any]] = []
+    pending: list[Any] = [document["spec"]]
+    while pending:
+        holder = pending.pop()
+        keys = list(holder) if isinstance(holder, dict) else range(len(holder))
+        for key in keys:
+            places.append((holder, key))
+            if isinstance(holder[key], (dict, list)):
+                pending.append(holder[key])
+    holder, key = chance.choice(places)
+    other, other_key = chance.choice(places)
+    what = chance.randrange(4)
+    if what == 0:
+        holder[key] = chance.choice(
+            [None, 0, 1, -1, 1.5, True, "", "t0", "t1", "${{", "${{ tasks.t0.output }}", [], {}]
+        )
+    elif what == 1 and isinstance(holder, dict):
+        del holder[key]
+    elif what == 2:
+        holder[key] = json.loads(json.dumps(other[other_key]))
+    else:
+        one, two = json.loads(json.dumps([holder[key], other[other_key]]))
+        holder[key] = two
+        if other is not holder or other_key != key:
+            other[other_key] = one
 
 
 def test_a_plan_depends_on_neither_hash_seed_nor_locale_nor_place(tmp_path: Path) -> None:

@@ -159,6 +159,7 @@ class _Author:
     def loop(self) -> dict[str, Any]:
         most = self.chance.choice([1, 2, 4])
         guards = ["vars.loopIndex < 2", "vars.loopIndex < 2", "not inputs.yes", "inputs.n != 1", "loop.output.changed"]
+        guards += ["memory.red != 1", "memory.green == 0"]
         initial = {"n": self.chance.choice([7, "${{ inputs.n }}"]), "changed": True}
         return {"maxIterations": most, "while": "${{ " + self.chance.choice(guards) + " }}", "initial": initial}
 
