@@ -90,7 +90,12 @@ def build_graph(plan: Plan, states: Sequence[str] | None = None, *, expand: bool
 
 
 def _uses(task: CompiledTask) -> str:
-    return f"{task.uses_kind}:{task.uses_name}" if task.uses_kind == "action" else task.uses_name
+    """What a task uses, as its author has written it."""
+    if task.uses_kind in ("action", "agent"):
+        return f"{task.uses_kind}:{task.uses_name}"
+    if task.uses_kind == "subworkflow_input":
+        return f"inputs of {task.uses_name}"
+    return f"workflow:{task.uses_name}" if task.uses_kind == "subworkflow_aggregate" else task.uses_name
 
 
 def draw(nodes: Sequence[Node], form: str) -> str:
