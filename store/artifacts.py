@@ -24,7 +24,16 @@ from .blobs import PREFIX, Blobs, Staged, store_path, write_atomically
 from .canonical import canonical, text_digest
 from .clock import Clock
 from .database import Connection, Database, all_rows
-from .errors import ConflictError, CorruptStore, EnvironmentFault, LeaseLost, NotFoundError, TaskFault, UsageError
+from .errors import (
+    ConflictError,
+    CorruptStore,
+    EnvironmentFault,
+    LeaseLost,
+    LockHeld,
+    NotFoundError,
+    TaskFault,
+    UsageError,
+)
 from .faults import Faults
 from .records import (
     AttemptHeld,
@@ -175,7 +184,7 @@ class Artifacts:
                         self.blobs.restore(digest)
                     else:
                         self.blobs.purge(digest)
-        except ConflictError:
+        except LockHeld:
             log.info("a collection is under way, or an interrupted one waits for its end until the next opening")
         except OSError as error:
             log.warning("an interrupted collection of artifacts could not be finished: %s", error)

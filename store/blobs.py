@@ -27,7 +27,7 @@ from pathlib import Path
 
 from . import process_identity
 from .clock import Clock
-from .errors import ConflictError, EnvironmentFault, TaskFault
+from .errors import EnvironmentFault, LockHeld, TaskFault
 from .filesystem import nearest_existing, sync_folder
 from .gate import flock_holder
 from .process_identity import Liveness, ProcessIdentity
@@ -102,7 +102,7 @@ class Blobs:
 
     @contextmanager
     def locked(self, name: str = ".lock", *, patient: bool = True) -> Iterator[None]:
-        """Hold one of the two locks. Raises `ConflictError` that names the holder when it stays taken for a minute, or
+        """Hold one of the two locks. Raises `LockHeld`, which names the holder when it stays taken for a minute, or
         at once without patience.
 
         Terminal stops wait meanwhile: who is stopped with the lock would stop everybody.
@@ -118,12 +118,12 @@ class Blobs:
                 lock.acquire(timeout=LOCK_NOTICE_SECONDS if patient else 0)
             except Timeout:
                 if not patient:
-                    raise ConflictError(f"{self._holder(path)} {path}") from None
+                    raise LockHeld(f"{self._holder(path)} {path}") from None
                 log.warning("waiting for %s, which %s", path, self._holder(path))
                 try:
                     lock.acquire(timeout=LOCK_PATIENCE_SECONDS - LOCK_NOTICE_SECONDS)
                 except Timeout:
-                    raise ConflictError(
+                    raise LockHeld(
                         f"{path} stayed locked for {LOCK_PATIENCE_SECONDS:.0f} s; {self._holder(path)}",
                         remedy="wait for that process, or end it if it hangs",
                     ) from None

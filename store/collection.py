@@ -43,7 +43,7 @@ class Collector:
         The report of contract 8: `{considered, removed, reclaimedBytes, temporaryFilesConsidered,
         temporaryFilesRemoved}`; a dry run removes nothing, and its `reclaimedBytes` is what would come back. Removal is
         durable when it returns. `without_runs`: what a dry run is to believe gone. One collection at a time; raises
-        `ConflictError` when another one, or a backup, goes on for a minute.
+        `LockHeld` when another one, or a backup, goes on for a minute.
         """
         if not self._blobs.root.is_dir():
             return _report(0, [], 0, 0, 0)

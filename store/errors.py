@@ -6,7 +6,8 @@
     ├── NotFoundError         exit 5   an id that the database does not know
     ├── ConflictError         exit 5   another process or an earlier decision stands in the way
     │   ├── LeaseLost         exit 5   the fence (attempt, delivery, holder) no longer holds
-    │   └── RunMoved          exit 5   epoch or revision of the run changed under a decision
+    │   ├── RunMoved          exit 5   epoch or revision of the run changed under a decision
+    │   └── LockHeld          exit 5   another process holds a lock of the artifact store, and does not let go
     ├── AlreadyTerminal       exit 4   the run has ended; there is nothing to go on with or to pause
     ├── UncertainError        exit 3   an operator has to reconcile an effect first
     ├── EnvironmentFault      exit 5   disk, permission, filesystem, missing feature of the machine
@@ -73,6 +74,12 @@ class LeaseLost(ConflictError):
 
 class RunMoved(ConflictError):
     """A batch was decided on an epoch or revision that is no longer current; decide again."""
+
+    code = "busy"
+
+
+class LockHeld(ConflictError):
+    """A lock of the artifact store stays taken; the message names who has it."""
 
     code = "busy"
 

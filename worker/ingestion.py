@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 from agentctl.store.blobs import Interrupted, Staged
 from agentctl.store.engine import Store
-from agentctl.store.errors import ConflictError, LeaseLost, TaskFault
+from agentctl.store.errors import LockHeld, TaskFault
 from agentctl.store.faults import Faults
 from agentctl.store.records import AttemptHeld, Claim, EffectEnd, StartRefused
 from agentctl.store.states import may_repeat
@@ -76,9 +76,7 @@ class Ingestion:
         except Interrupted:
             self._give_up(claim, sources)
             return Ingested(True, stopped=self._token.reason)
-        except LeaseLost:
-            raise
-        except (TaskFault, OSError, ConflictError) as error:
+        except (TaskFault, OSError, LockHeld) as error:
             self._give_up(claim, sources)
             return Ingested(True, fault=_as_fault(error, plan))
         finally:

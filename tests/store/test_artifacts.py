@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import fcntl
 import json
 import os
 import stat
@@ -11,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from agentctl.store import process_identity
+from agentctl.store import blobs, process_identity
 from agentctl.store.artifacts import LEASE_MS, media_type, reservation_id
 from agentctl.store.blobs import write_atomically
 from agentctl.store.canonical import text_digest
@@ -21,6 +22,7 @@ from agentctl.store.errors import (
     CorruptStore,
     EnvironmentFault,
     LeaseLost,
+    LockHeld,
     NotFoundError,
     TaskFault,
     UsageError,
@@ -411,6 +413,24 @@ def test_recovery_leaves_the_lock_to_who_has_it(store: Store, tmp_path: Path, cl
         assert store.artifacts.blobs.trashed() == [digest_of(b"x")]
     with store.artifacts.blobs.locked(".collect.lock"):
         open_store(tmp_path, clock).close()
+    assert_sound(store.artifacts)
+
+
+def test_a_lock_that_stays_taken_is_an_error_that_names_the_holder(
+    store: Store, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    litter(store, b"x")
+    monkeypatch.setattr(blobs, "LOCK_NOTICE_SECONDS", 0.01)
+    monkeypatch.setattr(blobs, "LOCK_PATIENCE_SECONDS", 0.05)
+    root = store.artifacts.blobs.root
+    with open(root / ".lock") as held:
+        fcntl.flock(held, fcntl.LOCK_EX)
+        with pytest.raises(LockHeld, match=f"process {os.getpid()} ") as caught, store.artifacts.blobs.locked():
+            pass
+    assert "started" in caught.value.message
+    assert str(root / ".lock") in caught.value.message
+    assert f"process {os.getpid()} " in caplog.text
+    collect(store)
     assert_sound(store.artifacts)
 
 
