@@ -355,7 +355,7 @@ class Scheduler:
             )
         )
         if state == "succeeded":
-            batch.proofs.append((*self.index.fingerprints(position), position))
+            batch.proofs[position] = self.index.fingerprints(position)
         code = None if error is None else error.get("code")
         self._move(position, state, origin, batch, digest=digest, code=code, decision=decision)
         self._open -= 1

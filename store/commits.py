@@ -32,16 +32,15 @@ def commit_batch(
         tx.executemany(
             "UPDATE tasks SET state = ?, attempt = ?, input_digest = COALESCE(?, input_digest), output_json = ?, "
             "output_digest = ?, error_json = ?, decision_json = COALESCE(?, decision_json), delta_json = ?, "
-            "delta_digest = ?, retry_at = NULL, ended_at = ?, updated_at = ? WHERE task_no = ? AND ended_at IS NULL",
-            [(*final[:9], now, now, first + final[9]) for final in batch.finals],
+            "delta_digest = ?, definition_fingerprint = ?, output_contract_fingerprint = ?, retry_at = NULL, "
+            "ended_at = ?, updated_at = ? WHERE task_no = ? AND ended_at IS NULL",
+            [
+                (*final[:9], *batch.proofs.get(final[9], (None, None)), now, now, first + final[9])
+                for final in batch.finals
+            ],
         )
         if tx.total_changes() - before != len(batch.finals):
             raise ConflictError("a task of this batch has ended already", run_id=run.run_id)
-    if batch.proofs:
-        tx.executemany(
-            "UPDATE tasks SET definition_fingerprint = ?, output_contract_fingerprint = ? WHERE task_no = ?",
-            [(definition, contract, first + position) for definition, contract, position in batch.proofs],
-        )
     if batch.waits:
         tx.executemany(
             "UPDATE tasks SET state = ?, retry_at = ?, error_json = ?, updated_at = ? WHERE task_no = ?",

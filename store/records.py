@@ -373,7 +373,7 @@ class Batch:
     delta_digest, position) of tasks that end; `waits` are (state, retry_at, error_json, position) of tasks that stop
     running without an end. Positions are in compiled order. `abandoned` are those of `closed` that end without a result
     and may have requested what is never sent. `artifacts` are (attempt, position, manifest) of successes
-    that have ingested something; `proofs` are (definition fingerprint, output-contract fingerprint, position) of all
+    that have ingested something; `proofs` are (definition fingerprint, output-contract fingerprint) by position, of all
     successes.
     """
 
@@ -388,7 +388,7 @@ class Batch:
     unheld: list[int] = field(default_factory=list)
     memory: list[tuple[str, int, str | None]] = field(default_factory=list)
     artifacts: list[tuple[int, int, str]] = field(default_factory=list)
-    proofs: list[tuple[str, str, int]] = field(default_factory=list)
+    proofs: dict[int, tuple[str, str]] = field(default_factory=dict)
     events: list[Event] = field(default_factory=list)
     changes: list[list[Any]] = field(default_factory=list)
     stop: str | None = None
