@@ -9,7 +9,8 @@ is there without the other, and a fence that no longer holds undoes both.
 from __future__ import annotations
 
 import heapq
-import struct
+import sys
+from array import array
 from collections.abc import Iterator, Mapping, Sequence
 from shlex import quote
 from typing import Any
@@ -29,8 +30,18 @@ _VISIBLE = "(expires_at IS NULL OR expires_at > ?)"
 
 
 def packed(vector: Sequence[float]) -> bytes:
-    """A vector as it is stored."""
-    return struct.pack(f"<{len(vector)}d", *vector)
+    """A vector as it is stored: little-endian doubles."""
+    numbers = array("d", vector)
+    if sys.byteorder == "big":
+        numbers.byteswap()
+    return numbers.tobytes()
+
+
+def _unpacked(embedding: bytes) -> array[float]:
+    numbers = array("d", embedding)
+    if sys.byteorder == "big":
+        numbers.byteswap()
+    return numbers
 
 
 def new_write(
@@ -184,7 +195,7 @@ def _scored(
         text = 0 if question.mode == "vector" else text_score(words, terms)
         similarity = 0
         if vector is not None:
-            similarity = vector_score(weights, struct.unpack(f"<{len(vector)}d", embedding))
+            similarity = vector_score(weights, _unpacked(embedding))
         score = (text + similarity) // 2 if question.mode == "hybrid" else max(text, similarity)
         if score and (not wanted or _fits(value_json, wanted)):
             yield -score, key, text, similarity

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import struct
 from collections.abc import Iterator
 from dataclasses import replace
 from hashlib import sha256
@@ -90,6 +91,10 @@ def test_vectors_are_those_of_the_rule(dimensions: int) -> None:
         assert vector == pytest.approx(plain_vector(text, dimensions), abs=1e-12)
         assert math.hypot(*vector) == pytest.approx(1.0 if text else 0.0)
     assert any(value < 0 for value in LocalHash(dimensions).embed(texts)[3])
+
+
+def test_vectors_are_stored_as_little_endian_doubles() -> None:
+    assert long_term.packed((1.0, -0.5, 0.0)) == struct.pack("<3d", 1.0, -0.5, 0.0)
 
 
 def test_other_embeddings_are_refused_by_name() -> None:
