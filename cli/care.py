@@ -131,13 +131,14 @@ def db_migrate(settings: Settings) -> None:
     "days",
     type=click.IntRange(0, 36_500),
     default=30,
-    help="Only runs that ended longer ago (30).",
+    help="Only what ended or expired longer ago (30).",
 )
 @click.option("--state", "states", type=click.Choice(_FINAL), multiple=True, help="Only such runs; may be repeated.")
 @click.option("--dry-run", is_flag=True, help="Only tell what would be removed.")
 @pass_settings
 def gc(settings: Settings, days: int, states: tuple[str, ...], dry_run: bool) -> None:
-    """Remove old runs that have ended, and the artifacts that only they have kept; give the space back.
+    """Remove old runs that have ended, the artifacts that only they have kept, and memory entries that expired as long
+    ago; give the space back.
 
     A run with an effect that nobody has reconciled stays, and so does the source of a run that goes on.
     """
@@ -155,6 +156,9 @@ def gc(settings: Settings, days: int, states: tuple[str, ...], dry_run: bool) ->
             states=states or _FINAL,
             dry_run=dry_run,
         )
+        # The same age for both (contract 7): what has expired is invisible at once, but can be looked into for a while.
+        forget = store.memory_expired if dry_run else store.memory_prune
+        data["memory"] = {"expired": forget(older_than_ms=days * DAY_MS)}
 
     def human(out: Printer) -> None:
         verb = "would be removed" if dry_run else "removed"
@@ -169,6 +173,7 @@ def gc(settings: Settings, days: int, states: tuple[str, ...], dry_run: bool) ->
         kept = data["artifacts"]
         count = kept["considered"] if dry_run else len(kept["removed"])
         out.line(f"{count} artifacts {verb}, {size(kept['reclaimedBytes'])}")
+        out.line(f"{data['memory']['expired']} expired memory entries {verb}")
         if not dry_run:
             out.line(f"database: {size(data['fileBytesBefore'])} before, {size(data['fileBytesAfter'])} now")
 

@@ -567,6 +567,11 @@ class Store:
             again = [long_term.text_of(tx, *name) for name in changed]
         return [entry for entry in again if entry is not None], len(todo) - len(changed)
 
+    def memory_expired(self, *, older_than_ms: int) -> int:
+        """How many entries have expired so long ago."""
+        with self.database.read() as tx:
+            return long_term.expired(tx, before=self.clock.now() - older_than_ms)
+
     def memory_prune(self, *, older_than_ms: int) -> int:
         """Delete entries that have expired so long ago, some in each transaction; how many."""
         before, done = self.clock.now() - older_than_ms, 0

@@ -263,6 +263,12 @@ def text_of(tx: Connection, namespace: str, key: str) -> tuple[str, str, str] | 
     return None if row is None else (row[0], row[1], row[2])
 
 
+def expired(tx: Connection, *, before: int) -> int:
+    """How many entries had no time left at `before`."""
+    row = tx.execute("SELECT COUNT(*) FROM long_term_memory WHERE expires_at <= ?", (before,)).fetchone()
+    return int(row[0]) if row else 0
+
+
 def prune(tx: Connection, *, before: int, limit: int) -> int:
     """Delete some entries whose time was over at `before`; how many."""
     tx.execute(

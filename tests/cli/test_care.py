@@ -110,6 +110,19 @@ def test_gc(cli: Any, done: str) -> None:
         assert cli.json("gc", *bad).code == 2
 
 
+def test_gc_forgets_memory_that_expired_long_ago(cli: Any, done: str) -> None:
+    cli.json("memory", "put", "old", '"x"', "--retention-days", "1")
+    cli.json("memory", "put", "kept", '"y"')
+    assert cli.json("gc").data["memory"] == {"expired": 0}
+    day = 24 * 3600 * 1000
+    change(cli.database, f"UPDATE long_term_memory SET expires_at = expires_at - {40 * day} WHERE memory_key = 'old'")
+    assert cli.json("gc", "--older-than-days", "60").data["memory"] == {"expired": 0}
+    assert cli.json("gc", "--dry-run").data["memory"] == {"expired": 1}
+    assert "1 expired memory entries removed" in cli("gc").out
+    assert cli.json("gc").data["memory"] == {"expired": 0}
+    assert cli.json("memory", "get", "kept").code == 0
+
+
 @pytest.mark.parametrize("verb", ["db stats", "db verify", "db backup x", "artifacts list", "artifacts gc", "gc"])
 def test_without_a_database(cli: Any, verb: str) -> None:
     result = cli.json(*verb.split())
