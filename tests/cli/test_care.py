@@ -115,7 +115,7 @@ def test_gc_forgets_memory_that_expired_long_ago(cli: Any, done: str) -> None:
     cli.json("memory", "put", "kept", '"y"')
     assert cli.json("gc").data["memory"] == {"expired": 0}
     day = 24 * 3600 * 1000
-    change(cli.database, f"UPDATE long_term_memory SET expires_at = expires_at - {40 * day} WHERE memory_key = 'old'")
+    change(cli.database, f"UPDATE long_term_memory SET expires_at = expires_at - {40 * day} WHERE memory_key = 'old'")  # noqa: S608
     assert cli.json("gc", "--older-than-days", "60").data["memory"] == {"expired": 0}
     assert cli.json("gc", "--dry-run").data["memory"] == {"expired": 1}
     assert "1 expired memory entries removed" in cli("gc").out
