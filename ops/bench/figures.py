@@ -36,9 +36,10 @@ class Scale:
     cancels: int = 5
     starts: int = 20
     idle_seconds: float = 60.0
+    artifact_bytes: int = 1 << 30
 
 
-QUICK = Scale(1_000, 300, 50, (100, 1_000, 5_000), 10, 3, 2, 5, 10.0)
+QUICK = Scale(1_000, 300, 50, (100, 1_000, 5_000), 10, 3, 2, 5, 10.0, 64 << 20)
 
 
 @dataclass
@@ -284,6 +285,29 @@ def figure_h(bench: Bench) -> list[Row]:
     return [row]
 
 
+def figure_i(bench: Bench) -> list[Row]:
+    """A run that keeps one large artifact, beside `sha256sum` and then `cp` of the same file."""
+    size = bench.scale.artifact_bytes
+    rate = Row("i", f"artifact of {size >> 20} MiB, start to end of its run", "MB/s")
+    ratio = Row("i", "the same by the rate of sha256sum and then cp", "x", 0.5)
+    memory = Row("i", "peak memory of the worker meanwhile", "MB", 64, most=True)
+    for _ in range(bench.repeat):
+        with bench.program() as program:
+            workflow = workflows.artifact(program.folder, size)
+            os.sync()  # what is written back while we measure is not ours
+            with program.pool(1):
+                worker = int(program.workers()[0]["pid"])
+                seconds = program.run_seconds(program.run(workflow))
+                memory.values.append(processes.peak_bytes(worker) / 1e6)
+            os.sync()  # nor is what we have written theirs
+            started = time.perf_counter()
+            subprocess.run(["sha256sum", "large.bin"], cwd=program.folder, check=True, stdout=subprocess.DEVNULL)
+            subprocess.run(["cp", "large.bin", "copy.bin"], cwd=program.folder, check=True)
+            rate.values.append(size / 1e6 / seconds)
+            ratio.values.append((time.perf_counter() - started) / seconds)
+    return [rate, ratio, memory]
+
+
 FIGURES: dict[str, Figure] = {
     "a": figure_a,
     "a2": figure_a2,
@@ -294,4 +318,5 @@ FIGURES: dict[str, Figure] = {
     "f": figure_f,
     "g": figure_g,
     "h": figure_h,
+    "i": figure_i,
 }

@@ -78,6 +78,12 @@ def resident_bytes(pid: int) -> int:
     return 0 if fields is None else int(fields[21]) * os.sysconf("SC_PAGE_SIZE")
 
 
+def peak_bytes(pid: int) -> int:
+    """The most that a process has had resident so far."""
+    with open(f"/proc/{pid}/status", encoding="ascii", errors="replace") as lines:
+        return next((int(line.split()[1]) * 1024 for line in lines if line.startswith("VmHWM:")), 0)
+
+
 def end_tree(root: int) -> None:
     """Hard end of a process and of everything below it."""
     for pid in descendants(root):

@@ -101,6 +101,17 @@ def sleepers(folder: Path) -> Path:
     return write(folder, document("bench-sleep", action, fan_out(), ["sleep"]))
 
 
+def artifact(folder: Path, size: int) -> Path:
+    """A command that does nothing, and a large file that it is said to have left."""
+    with (folder / "large.bin").open("wb") as file:
+        for number in range(size >> 20):
+            file.write(number.to_bytes(8, "big") * (1 << 17))
+    action = {"kind": "builtin.shell.exec", "command": "/bin/true", "artifacts": ["large.bin"]}
+    content = document("bench-artifact", action, {}, ["true"])
+    content["spec"]["policy"].update(writableRoots=["."], maxArtifactBytes=2 * size)
+    return write(folder, content)
+
+
 def hello(folder: Path) -> Path:
     action = {"kind": "builtin.assign"}
     return write(folder, document("bench-hello", action, {"with": {"greeting": "hello"}}))
