@@ -10,12 +10,12 @@ import os
 import signal
 from collections.abc import Callable
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from agentctl.coordinator.driver import Coordinator
 from agentctl.coordinator.plan import Plan
 from agentctl.coordinator.rescue import Rescuer
 from agentctl.coordinator.service import CoordinatorConfig, StopSignal, coordinator_main, process_row, serve
-from agentctl.coordinator.supervisor import Supervisor, clean_environment, names
 from agentctl.store import process_identity
 from agentctl.store.clock import SystemClock, SystemIds
 from agentctl.store.engine import Store
@@ -26,8 +26,9 @@ from agentctl.store.process_identity import Liveness, ProcessIdentity
 from agentctl.store.records import ProcessRow, Run
 from agentctl.store.timing import Timing
 from agentctl.store.version import VERSION
-from agentctl.worker.effects.process import become_subreaper
-from agentctl.worker.process import WorkerConfig, worker_main
+
+if TYPE_CHECKING:
+    from agentctl.coordinator.supervisor import Supervisor
 
 log = logging.getLogger(__name__)
 
@@ -65,6 +66,8 @@ def worker_is_live(store: Store, run_id: str | None = None) -> bool:
 def _worker_entry(
     path: Path, timing: Timing, parent: str, only_run: str | None, unit: str | None, log_level: int
 ) -> Callable[[str, str], tuple[Callable[..., None], tuple[object, ...]]]:
+    from agentctl.worker.process import WorkerConfig, worker_main
+
     def entry(process_id: str, name: str) -> tuple[Callable[..., None], tuple[object, ...]]:
         config = WorkerConfig(
             path, process_id, name, parent, only_run, unit, VERSION, timing.lease, timing.heartbeat, log_level
@@ -117,7 +120,7 @@ class _Foreground:
         plan: Plan | None,
         timeout: float | None,
     ) -> None:
-        clean_environment()
+        process_identity.drop_markers()
         yield_gently()
         self._stop = StopSignal()
         self._clock = SystemClock()
@@ -238,6 +241,10 @@ class _Foreground:
         count = self._workers or min(run.max_concurrency, os.cpu_count() or 1)
         if count > run.max_concurrency:
             log.warning("%d workers, but maxConcurrency lets only %d work at once", count, run.max_concurrency)
+        # Only here: a run whose tasks have no effects needs neither workers nor the modules that start them.
+        from agentctl.coordinator.supervisor import Supervisor, names
+        from agentctl.worker.effects.process import become_subreaper
+
         become_subreaper()
         self._supervisor = Supervisor(self._store, self._clock, self._ids, self._coordinator.rescuer)
         entry = _worker_entry(self._path, self._timing, self._process_id, self._run_id, None, log.getEffectiveLevel())
@@ -267,7 +274,10 @@ def start_workers(path: Path, *, count: int, name: str | None, coordinator: bool
 
 class _Pool:
     def __init__(self, path: Path, count: int, name: str | None, coordinator: bool, drain_seconds: float) -> None:
-        clean_environment()
+        from agentctl.coordinator.supervisor import Supervisor, names
+        from agentctl.worker.effects.process import become_subreaper
+
+        process_identity.drop_markers()
         yield_gently()
         self._stop = StopSignal()
         self._clock = SystemClock()
@@ -361,7 +371,7 @@ class _Pool:
 
 def start_coordinator(path: Path) -> int:
     """Coordinate in this process until SIGTERM, SIGINT or a drain request."""
-    clean_environment()
+    process_identity.drop_markers()
     clock = SystemClock()
     timing = Timing.from_environment()
     config = CoordinatorConfig(

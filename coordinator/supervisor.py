@@ -19,7 +19,6 @@ from multiprocessing.process import BaseProcess
 from agentctl.store.clock import Clock, IdSource
 from agentctl.store.engine import Store
 from agentctl.store.errors import EnvironmentFault
-from agentctl.store.process_identity import EFFECT_MARKER, HOLDER_MARKER
 
 from .rescue import Rescuer
 
@@ -295,12 +294,6 @@ def _how(code: int | None) -> str:
         except ValueError:
             return f"signal {-code}"
     return f"exit code {code}"
-
-
-def clean_environment() -> None:
-    """A supervisor that was itself started by an effect must not hand that effect's markers to its workers."""
-    os.environ.pop(EFFECT_MARKER, None)
-    os.environ.pop(HOLDER_MARKER, None)
 
 
 def names(count: int, base: str | None) -> Iterable[str]:

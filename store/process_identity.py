@@ -262,6 +262,12 @@ def _send(pid: int, sig: int) -> bool:
 # --- processes of an effect -----------------------------------------------------------------------
 
 
+def drop_markers() -> None:
+    """Forget the effect that started this process: its children are none of that effect's."""
+    os.environ.pop(EFFECT_MARKER, None)
+    os.environ.pop(HOLDER_MARKER, None)
+
+
 def marker_ids(environ: bytes, marker: str = EFFECT_MARKER) -> list[str]:
     """All values of the marker that an environment block (entries ended by zero bytes) carries."""
     prefix = marker.encode() + b"="
