@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import click
 from agentctl.store.errors import EnvironmentFault, UsageError
 
-from .documents import compile_file, input_options, read_inputs, schema_text, write_atomically
+from .documents import compile_file, input_options, read_inputs, schema_text, write_file
 from .main import Settings, Verb, pass_settings
 from .render import Printer, clean, warn_findings
 from .variables import variable_options
@@ -91,22 +91,13 @@ def _make_folder(folder: Path) -> None:
 
 def _put(target: Path, text: str, *, force: bool, needed: bool) -> bool:
     """Write a file; without `force` only if nothing has that name. False when it was there and is not `needed`."""
-    if force:
-        write_atomically(target, text)
-        return True
     try:
-        # Exclusive: between the look and the writing somebody may have made it.
-        with target.open("x", encoding="utf-8") as stream:
-            stream.write(text)
+        write_file(target, text, overwrite=force)
     except FileExistsError as error:
+        # Between the look and the writing somebody may have made it.
         if not needed:
             return False
-        raise UsageError(
-            f"{target} is there already", remedy="choose another name, or --force overwrites it"
-        ) from error
-    except (OSError, ValueError) as error:
-        reason = error.strerror if isinstance(error, OSError) else str(error)
-        raise EnvironmentFault(f"cannot write {target}: {reason}", remedy="choose another place") from error
+        raise _taken(target) from error
     return True
 
 

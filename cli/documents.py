@@ -282,7 +282,7 @@ def schema(settings: Settings, target: str | None) -> None:
     text = schema_text()
     data = json.loads(text)
     if target is not None:
-        write_atomically(Path(target), text)
+        write_file(target, text)
     printer = Printer(settings)
     if settings.json:
         written = {"written": target} if target is not None else data
@@ -301,13 +301,35 @@ def schema_text() -> str:
     return json.dumps(document_schema(), ensure_ascii=False, indent=2) + "\n"
 
 
-def write_atomically(target: Path, text: str) -> None:
-    """Replace a file at once. Raises `EnvironmentFault`; then whatever was there before is still there."""
-    temporary = target.with_name(f".{target.name}.agentctl.tmp")
+def write_file(target: str | Path, text: str, *, overwrite: bool = True) -> None:
+    """Make a file at once, complete and durable, or leave everything as it was; a link is followed.
+
+    Raises FileExistsError without `overwrite`, `UsageError` for what is no name of a file, and `EnvironmentFault`.
+    """
+    from agentctl.store.blobs import write_atomically
+
+    data = text.encode()
+
+    def fill(descriptor: int) -> None:
+        with open(descriptor, "wb", closefd=False) as stream:
+            stream.write(data)
+
+    # Path would take the slash at the end away, and make the folder "." of nothing.
+    if not os.fspath(target) or os.fspath(target).endswith("/"):
+        raise _no_file(target, "is not the name of a file")
     try:
-        temporary.write_text(text, encoding="utf-8")
-        temporary.replace(target)
+        place = Path(os.path.realpath(target)) if overwrite else Path(target)
+        if place.is_dir():
+            raise _no_file(target, "is a folder")
+        if place.exists() and not place.is_file():
+            raise _no_file(target, "is no regular file")
+        write_atomically(place, fill, overwrite=overwrite)
+    except FileExistsError:
+        raise
     except (OSError, ValueError) as error:
-        temporary.unlink(missing_ok=True)
         reason = error.strerror if isinstance(error, OSError) else str(error)
         raise EnvironmentFault(f"cannot write {target}: {reason}", remedy="choose another place") from error
+
+
+def _no_file(target: str | Path, what: str) -> UsageError:
+    return UsageError(f"{os.fspath(target)!r} {what}", remedy="give the name of a file")

@@ -4,8 +4,11 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import sqlite3
+import subprocess
+import sys
 from typing import Any
 
 import jsonschema_rs
@@ -54,6 +57,47 @@ def test_init_never_overwrites_without_force(cli: Any) -> None:
     assert "$defs" in (cli.folder / "workflow.schema.json").read_text()
     (cli.folder / "link.yaml").symlink_to("nowhere.yaml")
     assert cli("init", "link.yaml").code == 2
+
+
+def test_nothing_is_left_of_a_file_for_which_there_is_no_room(cli: Any) -> None:
+    program = f"{sys.executable} -B -c 'from agentctl.cli import main; main()'"
+    before = sorted(cli.folder.iterdir())
+    for verb in ("init new.yaml", "init new.yaml --force", "schema --write new.json"):
+        full = subprocess.run(
+            ["bash", "-c", f"ulimit -f 8; {program} {verb}"],
+            cwd=cli.folder,
+            env=cli.environment,
+            capture_output=True,
+            encoding="utf-8",
+            check=False,
+        )
+        assert full.returncode == 5
+        assert "cannot write" in full.stderr
+        assert sorted(cli.folder.iterdir()) == before
+    made = cli.json("init", "new.yaml")
+    assert (made.code, made.data["schemaWritten"]) == (0, True)
+
+
+@pytest.mark.parametrize("target", [".", "/", "", "..", "folder", "folder/", "new/", "fifo", "/dev/null"])
+def test_what_is_no_name_of_a_file_is_not_written(cli: Any, target: str) -> None:
+    (cli.folder / "folder").mkdir()
+    os.mkfifo(cli.folder / "fifo")
+    before = sorted(cli.folder.iterdir())
+    refused = cli.json("schema", "--write", target)
+    assert (refused.code, refused.error["code"]) == (2, "usage")
+    assert cli("init", target).code == 2
+    (cli.folder / "pipe.yaml").symlink_to("fifo")
+    assert cli("init", "pipe.yaml", "--force").code == 2
+    (cli.folder / "pipe.yaml").unlink()
+    (cli.folder / "workflow.schema.json").unlink(missing_ok=True)
+    assert sorted(cli.folder.iterdir()) == before
+
+
+def test_a_schema_is_written_to_where_a_link_leads(cli: Any) -> None:
+    (cli.folder / "link.json").symlink_to("real.json")
+    assert cli("schema", "--write", "link.json").code == 0
+    assert (cli.folder / "link.json").is_symlink()
+    assert "$defs" in (cli.folder / "real.json").read_text()
 
 
 @pytest.mark.parametrize(
