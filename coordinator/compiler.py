@@ -43,6 +43,7 @@ from .plan import (
     plan_as_json,
     tasks_chunks,
 )
+from .plan_size import problem, task_size
 from .routing import destinations, route_as_json, route_problems
 from .subworkflows import Declared, Namespace, Role, flatten
 from .variables import of_document, recorded_workflow, task_variables, workflow_variables
@@ -327,6 +328,7 @@ class _Compiler:
             message = f"{total} compiled tasks are more than {MAX_TASKS}"
             self.report("schema_violation", message, ("spec", "tasks"), key=True)
             self.stop_if_wrong()
+        self.check_size(sources)
         ids = set(first)
         for source in sources:
             if source.fanout is None:
@@ -340,6 +342,23 @@ class _Compiler:
                 self.report("duplicate_task", message, (*first[child].path, "id"))
             ids.update(source.child_ids)
         return ids
+
+    def check_size(self, sources: list[_Source]) -> None:
+        """Refuse a plan that would be too large, before a child of it is made."""
+        sizes = [
+            task_size(source.task, source.vars, self.defaults_by_name(source.task), source.fanout) for source in sources
+        ]
+        message = problem(sizes)
+        if message is not None:
+            largest = max(range(len(sizes)), key=sizes.__getitem__)
+            hint = "let tasks read long texts from files, or have fewer children; most of it comes from this task"
+            self.report("schema_violation", message, sources[largest].path, help=hint)
+            self.stop_if_wrong()
+
+    def defaults_by_name(self, task: Task) -> dict[str, Any]:
+        """The `with` of the action that a task names, if there is one."""
+        action = self.spec.actions.get(task.uses.removeprefix("action:"))
+        return {} if action is None else action.with_
 
     @staticmethod
     def nodes(sources: list[_Source]) -> Iterator[_Node]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 import time
@@ -11,8 +12,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from agentctl.coordinator.compiler import compile_workflow
 from agentctl.coordinator.diagnostics import DocumentError
+from agentctl.coordinator.expansion import plan_matrix
+from agentctl.coordinator.expressions import Scope
 from agentctl.coordinator.plan import Plan
+from agentctl.coordinator.plan_size import task_size
 from support.scale import time_factor
 
 Build = Callable[..., Plan]
@@ -55,6 +60,54 @@ seconds = time.monotonic() - began
 peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 print(json.dumps([len(plan.order), seconds, peak, size]))
 """
+
+
+LONG = f"      with: {{text: '{'x' * 500_000}'}}\n"
+FAT = {
+    "matrix": "    - id: a\n      uses: action:set\n"
+    f"      matrix: {{maxItems: 10000, axes: {{p: {list(range(100))}, q: {list(range(100))}}}}}\n{LONG}",
+    "axis": "    - id: a\n      uses: action:set\n"
+    f"      matrix: {{maxItems: 10000, axes: {{p: {list(range(5000))}, q: [{'x' * 500_000}, 1]}}}}\n",
+    "loop": "    - id: a\n      uses: action:set\n"
+    f'      loop: {{maxIterations: 1000, while: "${{{{ loop.output.more }}}}"}}\n{LONG}',
+    "calls": "".join(f"    - {{id: c{number}, uses: workflow:sub}}\n" for number in range(1000)),
+    "action": "    - id: a\n      uses: action:long\n"
+    f"      matrix: {{maxItems: 10000, axes: {{p: {list(range(100))}, q: {list(range(100))}}}}}\n",
+    "needs": "".join(f"    - {{id: t{number}, uses: action:set}}\n" for number in range(5000))
+    + f"    - id: a\n      uses: action:set\n      needs: {[f't{number}' for number in range(5000)]}\n"
+    f"      matrix: {{maxItems: 10000, axes: {{p: {list(range(100))}, q: {list(range(100))}}}}}\n",
+}
+
+
+@pytest.mark.parametrize("shape", FAT)
+def test_a_plan_that_is_too_large_is_refused_before_it_is_made(load: Callable[[str], Any], shape: str) -> None:
+    head = HEAD.partition("  policy")[0] + "  actions:\n    set: {kind: builtin.assign}\n"
+    if shape == "action":
+        head += f"    long: {{kind: builtin.assign, with: {{text: '{'x' * 500_000}'}}}}\n"
+    if shape == "calls":
+        head += "  subworkflows:\n    sub:\n      version: 1.0.0\n      inputSchema: {type: object}\n"
+        head += "      outputSchema: {type: object}\n      tasks:\n    - id: a\n      uses: action:set\n".replace(
+            "    - id: a\n      uses", "        - id: a\n          uses"
+        ) + LONG.replace("      with", "          with")
+    began = time.process_time()
+    with pytest.raises(DocumentError) as caught:
+        compile_workflow(load(f"{head}  tasks:\n{FAT[shape]}"))
+    assert time.process_time() - began < 5 * time_factor()
+    [finding] = caught.value.diagnostics
+    assert finding.code == "schema_violation"
+    assert re.search(r"the plan would have about \d+ MiB; at most 256 MiB are allowed", finding.message)
+    assert finding.path is not None
+    assert finding.path.startswith("spec.")
+
+
+def test_the_size_of_a_plan_is_foreseen_well(load: Callable[[str], Any]) -> None:
+    """The bound means what it says: what is counted before is what comes of it, to a few percent."""
+    document = load(HEAD + "  tasks:\n    - {id: a, uses: action:say, " + TASKS["matrix"] + "}\n")
+    [task] = document.model.spec.tasks
+    scope = Scope(vars=document.model.spec.vars)
+    foreseen = task_size(task, {}, {}, plan_matrix(task.matrix, scope))
+    made = sum(len(chunk) for chunk in compile_workflow(document).canonical_chunks())
+    assert 0.8 * made < foreseen < 1.2 * made
 
 
 @pytest.mark.parametrize("shape", ["foreach", "matrix", "sub-workflow"])
