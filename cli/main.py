@@ -27,7 +27,7 @@ PROGRAM = "agentctl"
 COMPLETE_VARIABLE = "_AGENTCTL_COMPLETE"
 DEFAULT_DATABASE = ".agentctl/runtime.db"
 
-OUTPUT_LOST = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)
+OUTPUT_LOST = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EBADF)
 """What a stream answers that takes nothing more, though somebody reads it. Faults of files carry the file's name."""
 
 EXIT_INTERNAL = 70
@@ -261,6 +261,7 @@ def run(arguments: Sequence[str] | None = None) -> None:
     """Execute one command line and end the process with its exit code."""
     signal.signal(signal.SIGINT, _leave)
     given = list(sys.argv[1:] if arguments is None else arguments)
+    _hold_closed_streams()
     for stream in (sys.stdout, sys.stderr):
         # Backslashes for what UTF-8 cannot carry: the result is readable, and valid inside of JSON.
         if stream is not None and hasattr(stream, "reconfigure"):
@@ -270,6 +271,22 @@ def run(arguments: Sequence[str] | None = None) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     sys.exit(_end_output(code, Settings(Path(), *_early(given))))
+
+
+def _hold_closed_streams() -> None:
+    """Put something in the place of standard streams that were closed by whoever started the program.
+
+    Else the next file that is opened, the database even, gets their number and what is printed. Writing to the stdout
+    that is made here fails, so that an answer which nobody can get is an error; what is said on stderr gets lost.
+    """
+    for number, mode in ((0, os.O_RDONLY), (1, os.O_RDONLY), (2, os.O_WRONLY)):
+        try:
+            os.fstat(number)
+        except OSError:
+            # The lowest free number, which is this one. Processes that are started must find it taken, too.
+            os.set_inheritable(os.open(os.devnull, mode), True)
+    if sys.stdout is None:
+        sys.stdout = open(1, "w", encoding="utf-8", closefd=False)  # noqa: SIM115 - for the rest of the process
 
 
 def _leave(number: int, frame: object) -> NoReturn:
@@ -300,6 +317,10 @@ def _execute(given: list[str]) -> int:
         return EXIT_PIPE
     except click.ClickException as error:
         return _click_error(early, error)
+    except MemoryError as error:
+        # What was being made is freed with the frames that hold it: saying so needs memory as well.
+        error.__traceback__ = None
+        return _failure(settings, error)
     except Exception as error:
         return _failure(settings, error)
 
@@ -353,6 +374,15 @@ def _failure(settings: Settings, error: Exception) -> int:
             diagnostics=diagnostics,
         )
         return error.exit_code
+    if isinstance(error, MemoryError):
+        print_error(
+            settings,
+            "there is not enough memory for this",
+            exit_code=5,
+            code="environment",
+            remedy="give it more memory (see `ulimit -v`), or work with less at once",
+        )
+        return 5
     if isinstance(error, OSError) and error.filename is None and error.errno in OUTPUT_LOST:
         _tell_output_lost(settings, error)
         return 5
@@ -377,8 +407,13 @@ def _tell_output_lost(settings: Settings, error: OSError) -> None:
     from .render import print_error
 
     remedy = "let it write elsewhere; what the command was asked for may have been done all the same"
-    message = f"the output cannot be written: {error.strerror}"
+    message = f"the output cannot be written: {why_lost(error)}"
     print_error(settings, message, exit_code=5, code="environment", remedy=remedy)
+
+
+def why_lost(error: OSError) -> str:
+    """Why a stream takes nothing more, for people."""
+    return "stdout is closed" if error.errno == errno.EBADF else error.strerror or str(error)
 
 
 def _traceback(settings: Settings) -> None:

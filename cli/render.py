@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, Protocol, TextIO
 
 import click
 
-from .main import Settings, abandon
+from .main import Settings, abandon, why_lost
 
 if TYPE_CHECKING:
     from rich.console import Group
@@ -380,7 +380,7 @@ def give_up_stdout(settings: Settings, error: OSError) -> None:
     """
     abandon(1)
     if not isinstance(error, BrokenPipeError):
-        warn(settings, f"the output cannot be written ({error.strerror}); the work goes on without it")
+        warn(settings, f"the output cannot be written ({why_lost(error)}); the work goes on without it")
 
 
 def reader_is_gone() -> bool:

@@ -247,14 +247,55 @@ def test_a_stdout_that_cannot_be_written_or_is_closed(cli: Any) -> None:
         _, errors = process.communicate(timeout=30)
     assert process.returncode == 5
     assert "Traceback" not in errors
-    closed = subprocess.run(
-        ["bash", "-c", f"{sys.executable} -c 'from agentctl.cli import main; main()' schema >&-"],
+
+
+def _in_shell(cli: Any, line: str) -> subprocess.CompletedProcess[str]:
+    program = f"{sys.executable} -c 'from agentctl.cli import main; main()'"
+    return subprocess.run(
+        ["bash", "-c", line.replace("agentctl", program)],
         cwd=cli.folder,
+        env=cli.environment,
         capture_output=True,
         encoding="utf-8",
         check=False,
+        timeout=60,
     )
-    assert (closed.returncode, closed.stderr) == (0, "")
+
+
+@pytest.mark.parametrize(
+    "verb",
+    ["schema", "check flow.yaml", "plan flow.yaml --output json", "graph flow.yaml", "version", "--help", "--version"],
+)
+def test_a_stdout_that_is_closed_from_the_start(cli: Any, verb: str) -> None:
+    assert cli("init", "flow.yaml").code == 0
+    closed = _in_shell(cli, f"agentctl {verb} >&-")
+    assert closed.returncode == 5
+    assert "stdout is closed" in closed.stderr
+    assert (cli.folder / "flow.yaml").read_text().startswith("#")
+    assert _in_shell(cli, f"agentctl {verb} <&- >&- 2>&-").returncode == 5
+    assert _in_shell(cli, f"agentctl {verb} <&- 2>&-").returncode == 0
+
+
+def test_a_run_goes_on_without_its_closed_stdout_and_keeps_its_database_clean(cli: Any) -> None:
+    assert cli("init", "flow.yaml").code == 0
+    closed = _in_shell(cli, "agentctl run flow.yaml <&- >&-")
+    assert (closed.returncode, "stdout is closed" in closed.stderr) == (0, True)
+    assert cli("db", "verify").code == 0
+    assert len(cli.json("runs", "list").data["runs"]) == 1
+
+
+def test_too_little_memory_is_no_internal_error(cli: Any) -> None:
+    items = ", ".join(f"{number}" for number in range(300))
+    cli.write(
+        "wide.yaml",
+        "apiVersion: agentctl.dev/v1\nkind: Workflow\nmetadata: {name: wide}\nspec:\n"
+        "  actions: {n: {kind: builtin.assign}}\n  tasks:\n    - id: a\n      uses: action:n\n"
+        f"      matrix: {{maxItems: 90000, axes: {{p: [{items}], q: [{items}]}}}}\n",
+    )
+    short = _in_shell(cli, "ulimit -v 130000; agentctl check wide.yaml --output json")
+    assert (short.returncode, short.stdout) == (5, "")
+    error = json.loads(short.stderr)["error"]
+    assert (error["code"], "memory" in error["message"]) == ("environment", True)
 
 
 def test_lists_are_quick_with_thousands_of_runs_and_can_be_read_page_by_page(many_runs: Any) -> None:
