@@ -163,7 +163,7 @@ def compile_file(
     """
     variables = read_pairs(var_pairs)
     with without_plugins():
-        from agentctl.coordinator.advice import certain_denials
+        from agentctl.coordinator.advice import certain_denials, never_called
         from agentctl.coordinator.compiler import compile_workflow
         from agentctl.coordinator.definition import load_workflow
         from agentctl.coordinator.diagnostics import DocumentError
@@ -175,6 +175,7 @@ def compile_file(
         raise DocumentError(odd)
     plan = compile_workflow(document, inputs=given)
     document.warnings.extend(odd)
+    document.warnings.extend(never_called(document))
     document.warnings.extend(certain_denials(document, plan))
     return document, plan
 

@@ -15,27 +15,66 @@ from .definition import LoadedDocument
 from .diagnostics import Diagnostic, Path
 from .kinds import EFFECTS
 from .plan import CompiledTask, Plan
+from .subworkflows import flatten
 
 
 def certain_denials(document: LoadedDocument, plan: Plan) -> list[Diagnostic]:
     """What the policy of a plan will deny whenever it is reached, as warnings, each place once."""
     policy = Policy.from_json(plan.policy)
     found: dict[tuple[Path, str], Diagnostic] = {}
-    places = {task.id: ("spec", "tasks", index) for index, task in enumerate(document.model.spec.tasks)}
+    places: dict[str, Path] = {}
     seen: set[tuple[str, str]] = set()
     for task in plan.tasks.values():
         declared = task.expansion.parent if task.expansion is not None else task.id
         if task.uses_kind != "action" or (declared, task.uses_name) in seen:
             continue
         seen.add((declared, task.uses_name))
-        for place, message, hint in _denials(policy, plan, task, places.get(declared, ("spec", "tasks"))):
+        for base, below, message, hint in _denials(policy, plan, task):
+            if not base and not places:
+                places = places_of_tasks(document)
+            place = (*(base or places[declared]), *below)
             warning = document.source.diagnostic("policy_denied", message, place, help=hint, severity="warning")
             found.setdefault((place, message), warning)
     return list(found.values())
 
 
-def _denials(policy: Policy, plan: Plan, task: CompiledTask, path: Path) -> Iterator[tuple[Path, str, str]]:
-    """Place, message and remedy of each denial of one task."""
+def places_of_tasks(document: LoadedDocument) -> dict[str, Path]:
+    """Where each task of a plan is declared, those of sub-workflows too; not the children of expansions."""
+    spec = document.model.spec
+    return {item.task.id: item.path for item in flatten(spec, lambda *_, **__: None, document.source.locate)}
+
+
+def never_called(document: LoadedDocument) -> list[Diagnostic]:
+    """A warning for each sub-workflow that no task calls, not even from another one that is called."""
+    spec = document.model.spec
+    if not spec.subworkflows:
+        return []
+    reached: set[str] = set()
+    pending = list(spec.tasks)
+    while pending:
+        name = pending.pop().uses.removeprefix("workflow:")
+        if name in spec.subworkflows and name not in reached:
+            reached.add(name)
+            pending += spec.subworkflows[name].tasks
+    return [
+        document.source.diagnostic(
+            "schema_violation",
+            f"the sub-workflow {name!r} is never called",
+            ("spec", "subworkflows", name),
+            help=f"call it with uses: workflow:{name}, or leave it out",
+            key=True,
+            severity="warning",
+        )
+        for name in spec.subworkflows
+        if name not in reached
+    ]
+
+
+def _denials(policy: Policy, plan: Plan, task: CompiledTask) -> Iterator[tuple[Path, Path, str, str]]:
+    """Place, message and remedy of each denial of one task. The place has two parts; the first is empty for the task's.
+
+    So the places of tasks are looked up only where one is needed.
+    """
     kind, action = str(task.action_kind), plan.actions.get(task.uses_name, {})
     facts = EFFECTS.get(kind)
     if facts is None:
@@ -45,18 +84,18 @@ def _denials(policy: Policy, plan: Plan, task: CompiledTask, path: Path) -> Iter
     )
     if decision.denied:
         hint = f"allow {facts.policy_name} under policy, or leave the task out"
-        yield (*path, "uses"), f"{task.uses_name!r} will be denied: {decision.reason}", hint
+        yield (), ("uses",), f"{task.uses_name!r} will be denied: {decision.reason}", hint
     if kind == "builtin.shell.exec":
         command = action.get("command") or ""
         if not process_allowed(policy, command):
             program = PurePosixPath(command).name
             message = f"the program {program!r} will be denied: it is not in policy.processAllowlist"
-            yield ("spec", "actions", task.uses_name, "command"), message, f"processAllowlist: [{program}]"
+            yield ("spec", "actions", task.uses_name), ("command",), message, f"processAllowlist: [{program}]"
         environment = task.input.get("env")
         for name in environment if isinstance(environment, dict) else ():
             if not environment_allowed(policy, name):
                 message = f"the variable {name!r} will be denied: it is not in policy.environmentAllowlist"
-                yield (*path, "with", "env", name), message, f"environmentAllowlist: [{name}]"
+                yield (), ("with", "env", name), message, f"environmentAllowlist: [{name}]"
     elif kind == "builtin.write" and not policy.writable_roots:
         message = "the write will be denied: policy.writableRoots is empty"
-        yield (*path, "uses"), message, "name the folders that may be written: writableRoots: [build]"
+        yield (), ("uses",), message, "name the folders that may be written: writableRoots: [build]"

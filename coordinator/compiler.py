@@ -45,7 +45,7 @@ from .plan import (
 )
 from .plan_size import problem, task_size
 from .routing import destinations, route_as_json, route_problems
-from .subworkflows import Declared, Namespace, Role, flatten
+from .subworkflows import Declared, Namespace, Role, flatten, uncalled
 from .variables import of_document, recorded_workflow, task_variables, workflow_variables
 from .yaml_document import collector_paused
 
@@ -163,6 +163,7 @@ class _Source:
     role: Role = "task"
     namespace: Namespace | None = None
     workflow: str = ""
+    given: frozenset[str] = frozenset()
     guards: list[tuple[str, str]] = field(default_factory=list)
     guard: str | None = None
     fanout: Fanout | None = None
@@ -206,6 +207,8 @@ class _Compiler:
         self.action_references: dict[tuple[str, Namespace | None], dict[str, frozenset[Ref]]] = {}
         self.static: dict[str, dict[str, Any]] = {}
         self.declared: list[Declared] = []
+        self.calls: dict[str, Path] = {}
+        self.call_outputs: dict[str, str] = {}
 
     # ---------------------------------------------------------------------- findings
 
@@ -240,6 +243,7 @@ class _Compiler:
     def compile(self) -> Plan:
         self.declared = flatten(self.spec, self.report, self.document.source.locate)
         self.stop_if_wrong()
+        self.call_outputs = _call_outputs(self.declared)
         sources = [self.source(index, item) for index, item in enumerate(self.declared)]
         self.stop_if_wrong()
         self.check_features()
@@ -250,7 +254,10 @@ class _Compiler:
         self.check_routes(sources, ids)
         self.check_outputs(ids)
         self.check_budgets(sources)
+        never_called = [self.check_uncalled(items) for _, items in uncalled(self.spec, self.declared)]
         self.stop_if_wrong()
+        for items in never_called:
+            self.order(list(self.nodes(items)), {})
         nodes = list(self.nodes(sources))
         by_id = {node.id: node for node in nodes}
         ordered = self.order(nodes, by_id)
@@ -259,14 +266,18 @@ class _Compiler:
             self.stop_if_wrong()
         return self.plan(ordered, by_id)
 
-    def source(self, index: int, item: Declared) -> _Source:
+    def source(self, index: int, item: Declared, *, expand: bool = True) -> _Source:
         """The declared task with its expansion. Findings here belong to phase 2."""
         task, path = item.task, item.path
         own, data = task_variables(self.document, self.captured, path, task)
         needs = tuple(dict.fromkeys(task.needs)) if len(task.needs) > 1 else tuple(task.needs)
         source = _Source(
-            index, task, path, needs, own, data, frozenset(needs), item.role, item.namespace, item.workflow
+            index, task, path, needs, own, data, frozenset(needs), item.role, item.namespace, item.workflow, item.given
         )
+        if task.loop is not None:
+            source.guard = loop_guard(task.loop.while_)
+        if not expand:
+            return source
         if item.role == "subworkflow_input":
             self.static[task.id] = self.known_inputs(task.with_)
         if task.foreach is None and task.matrix is None and task.loop is None:
@@ -280,9 +291,11 @@ class _Compiler:
                 source.fanout = plan_matrix(task.matrix, scope)
             elif task.loop is not None:
                 source.fanout = plan_loop(task.loop, task.id)
-                source.guard = loop_guard(task.loop.while_)
         except ExpansionError as error:
-            self.report(error.code, error.message, (*path, *error.path), help=error.help)
+            message = error.message + self.in_call(item.namespace)
+            if item.namespace is not None:
+                message = item.namespace.as_written(message)
+            self.report(error.code, message, (*path, *error.path), help=error.help)
             return source
         assert source.fanout is not None
         for name in source.fanout.names:
@@ -295,6 +308,15 @@ class _Compiler:
                     key=True,
                 )
         return source
+
+    def in_call(self, namespace: Namespace | None) -> str:
+        """Which call a finding about a sub-workflow is due to: each of several calls is told, with its place."""
+        if namespace is None:
+            return ""
+        if not self.calls:
+            self.calls = {item.task.id: item.path for item in self.declared if item.role == "subworkflow_input"}
+        line, column = self.document.source.locate(self.calls[namespace.boundary])
+        return f", in the call {namespace.call!r} at {line}:{column}"
 
     def known_inputs(self, values: Mapping[str, Any]) -> dict[str, Any]:
         """Those inputs of a call that can be known before the run: a fan-out inside may take its items from them."""
@@ -373,6 +395,16 @@ class _Compiler:
             yield _Node(source.task.id, source, source.child_ids, aggregate=True)
 
     # ---------------------------------------------------------------------- features
+
+    def check_uncalled(self, items: list[Declared]) -> list[_Source]:
+        """The tasks of a sub-workflow that nothing calls, held to what holds for every call; its inputs are unknown."""
+        self.call_outputs = _call_outputs(items)
+        sources = [self.source(index, item, expand=False) for index, item in enumerate(items)]
+        ids = {source.task.id for source in sources}
+        for source in sources:
+            self.check_task(source, ids)
+        self.check_routes(sources, ids)
+        return sources
 
     def check_features(self) -> None:
         """Refuse by name what this version does not have, wherever a document relies on it."""
@@ -471,6 +503,10 @@ class _Compiler:
         if source.fanout is not None:
             for place, items in source.fanout.templates:
                 references |= self.references(items, (*path, *place), source, ids)
+        else:
+            # Not expanded, as nothing calls it: what its children would read is looked at by itself.
+            for place, items in _unexpanded(task):
+                self.references(items, (*path, *place), source, ids)
         if task.when is not None:
             references |= self.condition(task.when, (*path, "when"), source, ids)
         if task.loop is not None:
@@ -626,13 +662,26 @@ class _Compiler:
         task, path = source.task, source.path
         source.input = task.with_
         references: set[Ref] = set()
-        given = self.declared[source.index].given
         for name, value in task.with_.items():
             place: Path = ("spec", "subworkflows", source.workflow, "outputs", name)
             if source.role == "subworkflow_input":
-                place = (*place[:3], "inputs", name) if name not in given else (*path, "with", name)
+                place = (*place[:3], "inputs", name) if name not in source.given else (*path, "with", name)
             references |= self.references(value, place, source, ids)
+        # What nothing calls has the place of its definition, and no call that could be wrong.
+        if source.role == "subworkflow_input" and source.path[-2:] != ("subworkflows", source.workflow):
+            self.check_call(source)
         self.memory_keys(source, references)
+
+    def check_call(self, source: _Source) -> None:
+        """Inputs of a call that are all known hold to inputSchema here already, and not only in the run."""
+        values, schema = source.input, source.task.output_schema
+        if schema is None or has_template(values) or _schema_problem(schema) is not None:
+            return
+        for error in _validator(schema).iter_errors(values):
+            place = tuple(error.instance_path)
+            path = (*source.path, "with", *place) if place and place[0] in source.given else (*source.path, "with")
+            message = f"the inputs of the call do not fit inputSchema of {source.workflow!r}: {error.message[:300]}"
+            self.report("schema_violation", message, path, help="give what inputSchema wants, or correct it there")
 
     def check_loop(self, source: _Source, ids: set[str], references: set[Ref]) -> frozenset[Ref]:
         """The guard of a loop. `references` are those of the variables, which its last decision reads as well."""
@@ -679,6 +728,10 @@ class _Compiler:
                 if entry is None:
                     self.missing("task", *self.around(source, name, ids), path)
                     continue
+                if name == router:
+                    hint = "name the tasks that it chooses from"
+                    self.report("schema_violation", "a router cannot be its own destination", path, help=hint)
+                    continue
                 if router not in entry.needed:
                     shown, chosen = self.shown(source, router), self.shown(source, name)
                     message = f"{chosen!r} is a destination of {shown!r} but does not need it"
@@ -702,7 +755,10 @@ class _Compiler:
         if len(self.found) >= _HINTS:
             return self.shown(source, task_id), set()
         inside = f"{source.namespace.call}--"
-        return self.shown(source, task_id), {name.removeprefix(inside) for name in ids if name.startswith(inside)}
+        own = {
+            name.removeprefix(inside) for name in ids if name.startswith(inside) and name != source.namespace.boundary
+        }
+        return self.shown(source, task_id), own
 
     def own_memory(self, source: _Source) -> bool:
         """Put the prefix of a sub-workflow before the memory key or namespace of its task (contract 2.7).
@@ -771,11 +827,28 @@ class _Compiler:
                 shown, known = self.around(source, name, ids)
                 for place in [path] if condition else _reading(value, path, name):
                     self.missing("task", shown, known, place)
+            elif source is not None and name == source.task.id:
+                hint = "leave it out" if source.guard is None else "the last output is loop.output in while"
+                for place in [path] if condition else _reading(value, path, name):
+                    message = f"{self.shown(source, name)!r} reads its own output, which it does not have yet"
+                    self.report("invalid_template", message, place, help=hint)
             elif source is not None and name not in source.needed:
                 for place in [path] if condition else _reading(value, path, name):
                     reader, read = self.shown(source, source.task.id), self.shown(source, name)
                     message = f"{reader!r} reads the output of {read!r} without needing it"
                     self.report("invalid_template", message, place, help=f"add {read} to needs")
+            elif len(reference.path) > 1 and (workflow := self.call_outputs.get(name)) is not None:
+                self.check_output_of_call(reference, workflow, [path] if condition else _places(value, path, reference))
+
+    def check_output_of_call(self, reference: Ref, workflow: str, places: Iterable[Path]) -> None:
+        """What is read of a call is declared; a call that a router did not choose has a reason and a route instead."""
+        outputs, name = self.spec.subworkflows[workflow].outputs, reference.path[1]
+        if name in outputs or name in ("reason", "route"):
+            return
+        hint = did_you_mean(name, outputs, else_list="its outputs") or f"declare it under outputs of {workflow}"
+        for place in places:
+            message = f"the sub-workflow {workflow!r} has no output {name!r}"
+            self.report("missing_reference", message, place, help=hint)
 
     def check_outputs(self, ids: set[str]) -> None:
         self.references(self.spec.outputs, ("spec", "outputs"), None, ids)
@@ -794,8 +867,9 @@ class _Compiler:
             if declared is not None:
                 source.memory_writes = tuple(declared)
                 if literal is not None and literal not in declared:
-                    message = f"the key {literal!r} is written but not in memoryWrites"
-                    self.report("schema_violation", message, place, help=f"add {literal}, or leave memoryWrites out")
+                    shown = literal if source.namespace is None else source.namespace.as_written(literal)
+                    message = f"the key {shown!r} is written but not in memoryWrites"
+                    self.report("schema_violation", message, place, help=f"add {shown}, or leave memoryWrites out")
             elif literal is not None:
                 source.memory_writes = (literal,)
             elif type(key) is str:
@@ -1044,6 +1118,29 @@ def _reading(value: Any, path: Path, task_id: str) -> Iterator[Path]:
             yield place
 
 
+def _unexpanded(task: Task) -> Iterator[tuple[Path, Any]]:
+    """What an expansion is made of, with the places below its task."""
+    if task.foreach is not None:
+        yield ("foreach", "items"), task.foreach.items
+    if task.matrix is not None:
+        for name, items in task.matrix.axes.items():
+            yield ("matrix", "axes", name), items
+    if task.loop is not None:
+        yield ("loop", "initial"), task.loop.initial
+
+
+def _places(value: Any, path: Path, reference: Ref) -> Iterator[Path]:
+    """The places of the strings that read exactly this."""
+    for place, text in _strings(value, path):
+        if reference in compile_value(text).references:
+            yield place
+
+
+def _call_outputs(items: Iterable[Declared]) -> dict[str, str]:
+    """The sub-workflow of each call, by the id under which its outputs are read."""
+    return {item.task.id: item.workflow for item in items if item.role == "subworkflow_aggregate"}
+
+
 def _reaches(later: _Node, earlier: _Node, by_id: dict[str, _Node]) -> bool:
     """Whether `later` needs `earlier`, directly or not. Looks only at what lies between the two in compiled
     order.
@@ -1074,6 +1171,12 @@ def _schema_problem(schema: dict[str, Any]) -> str | None:
     except (ValueError, jsonschema_rs.ValidationError, jsonschema_rs.ReferencingError) as error:
         return str(error).split("\n", 1)[0]
     return None
+
+
+def _validator(schema: dict[str, Any] | bool) -> Any:
+    import jsonschema_rs
+
+    return jsonschema_rs.validator_for(schema)
 
 
 def _plan_digest(

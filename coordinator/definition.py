@@ -966,17 +966,33 @@ def _diagnostic(source: YamlDocument, error: ErrorDetails) -> Diagnostic:
     elif kind in _MESSAGES:
         message = f"{name} {_MESSAGES[kind]}"
         if kind == "string_type":
-            help_text = _quote_hint(value)
+            help_text = _form(owners, name) or _quote_hint(value)
         elif kind != "missing" and isinstance(value, str):
             help_text = "remove the quotes" if kind in ("int_type", "float_type", "bool_type") else None
     elif kind == "string_pattern_mismatch":
         message = f"{name} does not have the right form"
-        help_text = f"it must match {context.get('pattern')}"
+        help_text = _form(owners, name) or f"it must match {context.get('pattern')}"
     else:
         message = f"{name}: {error['msg'][:1].lower()}{error['msg'][1:]}"
     if any(owner in (SecretReference, SecretProcess) for owner in owners):
         code = "invalid_secret_reference"
     return source.diagnostic(code, message, path, help=help_text, key=bool(on_key))
+
+
+_FORMS: dict[tuple[type[BaseModel], str], str] = {
+    (Task, "when"): 'write a condition, such as inputs.stage == "test"; without when the task always runs',
+    (Loop, "while"): "write a condition as one template, such as ${{ loop.output.more }}",
+    (Route, "select"): "write what is looked at as one template, such as ${{ inputs.stage }}",
+    (Subworkflow, "version"): "write MAJOR.MINOR.PATCH, such as 1.0.0",
+    (Task, "id"): "a letter comes first, then letters, digits, _ and -",
+    (Task, "uses"): "write action:NAME, workflow:NAME or router",
+    (Foreach, "as"): "a letter or _ comes first, then letters, digits and _",
+}
+"""What fields look like whose values, put into quotes, would be wrong still."""
+
+
+def _form(owners: Sequence[type[BaseModel]], name: str) -> str | None:
+    return _FORMS.get((owners[-1], name)) if owners else None
 
 
 def _quote_hint(value: Any) -> str | None:

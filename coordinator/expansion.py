@@ -14,7 +14,7 @@ from typing import Any
 
 from agentctl.store.canonical import canonical
 
-from .definition import Foreach, Loop, Matrix
+from .definition import MAX_EXPANSION, Foreach, Loop, Matrix
 from .diagnostics import Path
 from .expressions import Ref, Scope, TemplateError, compile_value, has_template, is_exact_template
 
@@ -189,5 +189,7 @@ def _check_width(size: int, limit: int, kind: str) -> None:
         raise ExpansionError(
             f"{size} children are more than maxItems, which is {limit}",
             (kind,),
-            help=f"raise {kind}.maxItems if so many are meant",
+            help=f"raise {kind}.maxItems if so many are meant"
+            if size <= MAX_EXPANSION
+            else f"maxItems can be {MAX_EXPANSION} at most: share them out among several tasks",
         )

@@ -53,6 +53,11 @@ class Namespace:
         """A task id of the plan as the author of the sub-workflow knows it."""
         return task_id.removeprefix(f"{self.call}--")
 
+    def as_written(self, text: str) -> str:
+        """A message about an expression of the plan, with the names that stand in the sub-workflow."""
+        text = text.replace(f"tasks.{self.boundary}.output", "inputs").replace(f"tasks.{self.call}--", "tasks.")
+        return text.replace(self.memory_prefix, "")
+
     @property
     def memory_prefix(self) -> str:
         """What stands before each key of working memory."""
@@ -127,6 +132,41 @@ def flatten(spec: Spec, report: Report, locate: Locate) -> list[Declared]:
     return list(_tasks(spec, spec.tasks, ("spec", "tasks"), None, prefixes, report))
 
 
+def uncalled(spec: Spec, tasks: Sequence[Declared]) -> Iterator[tuple[str, list[Declared]]]:
+    """Each sub-workflow that nothing calls, as if one call did, which has its name. Calls inside stay closed: what they
+    call is looked at by itself. `tasks` are those of `flatten`, without findings.
+    """
+    reached = {item.workflow for item in tasks}
+    for name, sub in spec.subworkflows.items():
+        if name not in reached:
+            place: Path = ("spec", "subworkflows", name)
+            call = spec.tasks[0].model_copy(update={**_BARE, "id": name, "uses": f"workflow:{name}"})
+            inner = Namespace(name, name, boundary_id(name, name, sub.version))
+            prefixes: dict[str, Path] = {}
+            begin = {"id": inner.boundary, "with_": sub.inputs}
+            found = [Declared("subworkflow_input", call.model_copy(update=begin), place, None, name)]
+            for index, local in enumerate(sub.tasks):
+                task, at = inner.task(local), (*place, "tasks", index)
+                called = _called(task)
+                if called is None:
+                    found.append(Declared("task", task, at, inner))
+                else:
+                    found += _call(spec, task, called, at, inner, prefixes, _silent, closed=True)
+            end = {"needs": [item.task.id for item in found], "with_": inner.value(sub.outputs)}
+            yield name, [*found, Declared("subworkflow_aggregate", call.model_copy(update=end), place, inner, name)]
+
+
+_BARE: dict[str, Any] = {
+    "needs": [], "foreach": None, "matrix": None, "route": None, "loop": None, "memory_writes": None, "when": None,
+    "vars": {}, "vars_files": [], "with_": {}, "timeout_seconds": None, "failure": "stop", "compensate": None,
+    "output_schema": None,
+}  # fmt: skip
+
+
+def _silent(*_: Any, **__: Any) -> None:
+    return
+
+
 def _called(task: Task) -> str | None:
     return task.uses.removeprefix("workflow:") if task.uses.startswith("workflow:") else None
 
@@ -160,6 +200,8 @@ def _call(
     outer: Namespace | None,
     prefixes: dict[str, Path],
     report: Report,
+    *,
+    closed: bool = False,
 ) -> Iterator[Declared]:
     sub = spec.subworkflows[name]
     if len(task.id) > MAX_ID:
@@ -172,6 +214,10 @@ def _call(
     defaults = sub.inputs if outer is None else outer.value(sub.inputs)
     begin = {"id": inner.boundary, "with_": {**defaults, **task.with_}, "output_schema": sub.input_schema}
     yield Declared("subworkflow_input", task.model_copy(update=begin), path, outer, name, frozenset(task.with_))
+    if closed:
+        end = {"needs": [inner.boundary], "with_": {}, "output_schema": None}
+        yield Declared("subworkflow_aggregate", task.model_copy(update=end), path, inner, name)
+        return
     yield from _tasks(spec, sub.tasks, ("spec", "subworkflows", name, "tasks"), inner, prefixes, report)
     needs = [*(inner.task_id(local.id) for local in sub.tasks), inner.boundary]
     end = {"needs": needs, "with_": inner.value(sub.outputs), "output_schema": sub.output_schema}
@@ -230,7 +276,9 @@ def _nesting_is_sound(spec: Spec, report: Report) -> bool:
     def visit(name: str, at: Path) -> bool:
         if name in trail:
             circle = " -> ".join([*trail[trail.index(name) :], name])
-            report("dependency_cycle", f"sub-workflows call one another in a circle: {circle}", (*at, "uses"))
+            hint = "leave one of these calls out: nothing calls itself; what is to be done again is a loop"
+            message = f"sub-workflows call one another in a circle: {circle}"
+            report("dependency_cycle", message, (*at, "uses"), help=hint)
             return False
         if name in sizes and len(trail) + depths[name] <= MAX_NESTING:
             return True

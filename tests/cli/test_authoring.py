@@ -406,3 +406,25 @@ def test_check_of_several_files_ends_with_the_count(cli: Any) -> None:
     for line in (line for line in result.err.splitlines() if not line.startswith("  ")):
         assert re.match(r"(bad|old)\.yaml:\d+:\d+: error: [a-z_]+: .+ \(.+\)$", line), line
     assert cli("check", "hello.yaml", "shell.yaml").out.splitlines()[-1] == "2 files, all of them fine"
+
+
+def test_warnings_in_a_sub_workflow_have_their_place_and_one_that_nobody_calls_is_told(cli: Any) -> None:
+    head = "      version: 1.0.0\n      inputSchema: true\n      outputSchema: true\n      tasks:\n"
+    cli.write(
+        "calls.yaml",
+        f"{HEAD}  policy: {{approval: never, processAllowlist: [sh]}}\n"
+        "  actions:\n    w: {kind: builtin.write}\n    s: {kind: builtin.shell.exec, command: sh, idempotency: idempotent}\n"
+        f"  subworkflows:\n    used:\n{head}"
+        "        - {id: a, uses: action:w, with: {path: x, content: y}}\n"
+        "        - {id: e, uses: action:s, foreach: {items: [1, 2]}, with: {env: {HOME: x}}}\n"
+        f"    outer:\n{head}        - {{id: i, uses: workflow:used}}\n"
+        f"    idle:\n{head}        - {{id: f, uses: action:w, foreach: {{items: '${{{{ inputs.z }}}}'}}, with: {{path: x, content: y}}}}\n"
+        "  tasks:\n    - {id: c, uses: workflow:outer}\n",
+    )
+    found = json.loads(cli("check", "calls.yaml", "--output", "json").out)["diagnostics"]
+    assert [(item["severity"], item["path"], item["line"]) for item in found] == [
+        ("warning", "spec.subworkflows.idle", 23),
+        ("warning", "spec.subworkflows.used.tasks[0].uses", 15),
+        ("warning", "spec.subworkflows.used.tasks[1].with.env.HOME", 16),
+    ]
+    assert "never called" in found[0]["message"]

@@ -6,6 +6,7 @@ The mark § stands where the finding is; it is taken out before the document is 
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -181,6 +182,18 @@ SPECS = [
     ("schema_violation", "spec.subworkflows.w.version", "subworkflows: {w: {version: §'1.0', inputSchema: true, outputSchema: true, tasks: [{id: t, uses: action:set}]}}\n  tasks: [{id: a, uses: workflow:w}]"),
     ("schema_violation", "spec.subworkflows.w.inputSchema", "subworkflows: {w: {version: 1.0.0, inputSchema: §{type: objekt}, outputSchema: true, tasks: [{id: t, uses: action:set}]}}\n  tasks: [{id: a, uses: workflow:w}]"),
     ("schema_violation", "spec.subworkflows.w.outputSchema", "subworkflows: {w: §{version: 1.0.0, inputSchema: true, tasks: [{id: t, uses: action:set}]}}\n  tasks: [{id: a, uses: workflow:w}]"),
+    ("missing_reference", "spec.subworkflows.w.tasks[0].uses", "subworkflows: {w: {version: 1.0.0, inputSchema: true, outputSchema: true, tasks: [{id: t, uses: §action:nope}]}}\n  tasks: [{id: b, uses: action:set}]"),
+    ("invalid_template", "spec.subworkflows.w.tasks[0].when", "subworkflows: {w: {version: 1.0.0, inputSchema: true, outputSchema: true, tasks: [{id: t, uses: action:set, when: §x y z}]}}\n  tasks: [{id: b, uses: action:set}]"),
+    ("missing_reference", "spec.subworkflows.w.tasks[0].with.v", "subworkflows: {w: {version: 1.0.0, inputSchema: true, outputSchema: true, tasks: [{id: t, uses: action:set, with: {v: §'${{ tasks.q.output }}'}}]}}\n  tasks: [{id: b, uses: action:set}]"),
+    ("invalid_template", "spec.subworkflows.w.tasks[1].with.v", "subworkflows: {w: {version: 1.0.0, inputSchema: true, outputSchema: true, tasks: [{id: t, uses: action:set}, {id: u, uses: action:set, with: {v: §'${{ tasks.t.output }}'}}]}}\n  tasks: [{id: b, uses: action:set}]"),
+    ("dependency_cycle", "spec.subworkflows.w.tasks[0].needs", "subworkflows: {w: {version: 1.0.0, inputSchema: true, outputSchema: true, tasks: [{id: t, uses: action:set, needs: §[u]}, {id: u, uses: action:set, needs: [t]}]}}\n  tasks: [{id: b, uses: action:set}]"),
+    ("schema_violation", "spec.subworkflows.w.tasks[0].with.path", "subworkflows: {w: {version: 1.0.0, inputSchema: true, outputSchema: true, tasks: [{id: t, uses: action:read, with: {path: §1}}]}}\n  tasks: [{id: b, uses: action:set}]"),
+    ("missing_reference", "spec.subworkflows.w.outputs.o", "subworkflows: {w: {version: 1.0.0, inputSchema: true, outputSchema: true, outputs: {o: §'${{ tasks.q.output }}'}, tasks: [{id: t, uses: action:set}]}}\n  tasks: [{id: b, uses: action:set}]"),
+    ("invalid_template", "spec.subworkflows.w.tasks[0].foreach.items", "subworkflows: {w: {version: 1.0.0, inputSchema: true, outputSchema: true, tasks: [{id: t, uses: action:set, foreach: {items: §'${{ }}'}}]}}\n  tasks: [{id: b, uses: action:set}]"),
+    ("schema_violation", "spec.tasks[0].with.x", "subworkflows: {w: {version: 1.0.0, inputSchema: {type: object, properties: {x: {type: string}}}, outputSchema: true, tasks: [{id: t, uses: action:set}]}}\n  tasks: [{id: c, uses: workflow:w, with: {x: §1}}]"),
+    ("schema_violation", "spec.tasks[0].with", "subworkflows: {w: {version: 1.0.0, inputSchema: {type: object, required: [y]}, outputSchema: true, tasks: [{id: t, uses: action:set}]}}\n  tasks: [{id: c, uses: workflow:w, with: §{x: 1}}]"),
+    ("missing_reference", "spec.tasks[1].with.v", "subworkflows: {w: {version: 1.0.0, inputSchema: true, outputSchema: true, outputs: {good: 1}, tasks: [{id: t, uses: action:set}]}}\n  tasks: [{id: c, uses: workflow:w}, {id: d, uses: action:set, needs: [c], with: {u: '${{ tasks.c.output.good }}', v: §'${{ tasks.c.output.nope }}'}}]"),
+    ("missing_reference", "spec.tasks[1].when", "subworkflows: {w: {version: 1.0.0, inputSchema: true, outputSchema: true, outputs: {good: 1}, tasks: [{id: t, uses: action:set}]}}\n  tasks: [{id: c, uses: workflow:w}, {id: d, uses: action:set, needs: [c], when: §tasks.c.output.nope}]"),
     ("dependency_cycle", "spec.subworkflows.w.tasks[0].uses", "subworkflows: {w: {version: 1.0.0, inputSchema: true, outputSchema: true, tasks: [{id: t, uses: §workflow:w}]}}\n  tasks: [{id: a, uses: action:set}]"),
     ("dependency_cycle", "spec.subworkflows.v.tasks[0].uses", "subworkflows: {w: {version: 1.0.0, inputSchema: true, outputSchema: true, tasks: [{id: t, uses: workflow:v}]}, v: {version: 1.0.0, inputSchema: true, outputSchema: true, tasks: [{id: t, uses: §workflow:w}]}}\n  tasks: [{id: a, uses: workflow:w}]"),
     ("missing_reference", "spec.subworkflows.w.tasks[0].uses", "subworkflows: {w: {version: 1.0.0, inputSchema: true, outputSchema: true, tasks: [{id: t, uses: §workflow:v}]}}\n  tasks: [{id: a, uses: action:set}]"),
@@ -290,13 +303,91 @@ def test_action_fields_fit_their_kind(build: Any, action: str, field: str) -> No
     assert (found.code, found.path) == ("schema_violation", f"spec.actions.x.{field}")
 
 
+def test_what_is_wrong_in_one_call_of_several_names_the_call_and_its_place(build: Any) -> None:
+    with pytest.raises(DocumentError) as caught:
+        build(
+            f"{ACTIONS}  subworkflows: {{w: {{version: 1.0.0, inputSchema: true, outputSchema: true, "
+            "tasks: [{id: t, uses: action:set, foreach: {items: '${{ inputs.xs }}'}}]}}\n"
+            "  tasks:\n"
+            "    - {id: p, uses: action:set}\n"
+            "    - {id: c, uses: workflow:w, needs: [p], with: {xs: [1]}}\n"
+            "    - {id: d, uses: workflow:w, needs: [p], with: {xs: '${{ tasks.p.output.q }}'}}\n"
+            "    - {id: e, uses: workflow:w, needs: [p], with: {xs: 5}}\n"
+            "    - {id: f, uses: workflow:w, needs: [p]}\n"
+        )
+    found = sorted(item.message for item in caught.value.diagnostics)
+    assert [message.rpartition(", in the call ")[2] for message in found] == [
+        "'e' at 19:7",
+        "'d' at 18:7",
+        "'f' at 20:7",
+    ]
+    assert found[0].startswith("${{ inputs.xs }} gives a number")
+    assert "--" not in "".join(found)
+
+
+def test_no_hint_names_what_the_author_has_not_written(build: Any) -> None:
+    with pytest.raises(DocumentError) as caught:
+        build(
+            f"{ACTIONS}  subworkflows: {{w: {{version: 1.0.0, inputSchema: true, outputSchema: true, tasks: ["
+            "{id: t, uses: action:set, with: {x: '${{ tasks.q.output }}'}}, "
+            "{id: u, uses: action:put, with: {key: k, value: 1}, memoryWrites: [j]}]}}\n"
+            "  tasks: [{id: a, uses: workflow:w}]"
+        )
+    first, second = caught.value.diagnostics
+    assert first.help == "known tasks: t, u"
+    assert second.message == "the key 'k' is written but not in memoryWrites"
+
+
+@pytest.mark.parametrize(
+    ("spec", "right"),
+    [
+        ("tasks: [{id: a, uses: action:set, when: tasks.a.output.x}]", "leave it out"),
+        (
+            "tasks: [{id: a, uses: action:set, loop: {maxIterations: 2, while: '${{ tasks.a.output.x }}'}}]",
+            "loop.output",
+        ),
+        (
+            "tasks: [{id: r, uses: router, route: {select: '${{ inputs.x }}', cases: [{equals: 1, tasks: [r]}]}}]",
+            "chooses from",
+        ),
+        ("tasks: [{id: a, uses: action:set, when: true}]", "such as inputs.stage"),
+        ("tasks: [{id: a, uses: action:set, loop: {maxIterations: 2, while: true}}]", "loop.output.more"),
+        ("tasks: [{id: a, uses: 5}]", "action:NAME"),
+        (
+            "subworkflows: {w: {version: 1.0, inputSchema: true, outputSchema: true, tasks: [{id: t, uses: action:set}]}}\n"
+            "  tasks: [{id: a, uses: workflow:w}]",
+            "such as 1.0.0",
+        ),
+        (
+            "subworkflows: {w: {version: 1.0.0, inputSchema: true, outputSchema: true, tasks: [{id: t, uses: workflow:w}]}}\n"
+            "  tasks: [{id: a, uses: workflow:w}]",
+            "a loop",
+        ),
+        (
+            "vars: {s: [1, 2, 3, 4, 5, 6, 7, 8, 9, 10]}\n  tasks: [{id: a, uses: action:set, matrix: {maxItems: 100000, "
+            "axes: {a: '${{ vars.s }}', b: '${{ vars.s }}', c: '${{ vars.s }}', d: '${{ vars.s }}', e: '${{ vars.s }}', "
+            "f: [1, 2]}}}]",
+            "100000 at most",
+        ),
+    ],
+)
+def test_what_a_hint_says_leads_on(build: Any, spec: str, right: str) -> None:
+    with pytest.raises(DocumentError) as caught:
+        build(f"{ACTIONS}  {spec}")
+    hint = caught.value.diagnostics[0].help
+    assert hint is not None
+    assert right in hint
+    assert not re.match("quote it|add a to needs|raise|remove one of these", hint)
+
+
 def test_hints(build: Any) -> None:
     for spec, hint in [
         ("tasks: [{id: a, uses: action:sett}]", "did you mean 'set'?"),
         ("tasks: [{id: a, uses: action:set, wiht: {}}]", "did you mean 'with'?"),
         ("tasks: [{id: first, uses: action:set}, {id: b, uses: action:set, needs: [frist]}]", "did you mean 'first'?"),
         ("tasks: [{id: a, uses: action:read, with: {path: x, pahts: y}}]", "did you mean 'path'?"),
-        ("tasks: [{id: 12, uses: action:set}]", 'quote it: "12"'),
+        ("tasks: [{id: 12, uses: action:set}]", "a letter comes first, then letters, digits, _ and -"),
+        ("tasks: [{id: a, uses: action:set, needs: [12]}]", 'quote it: "12"'),
         ("tasks: [{id: a, uses: action:set, timeoutSeconds: '5'}]", "remove the quotes"),
         ("tasks: [{id: a, uses: action:set, failure: stpo}]", "did you mean 'stop'?"),
         ("tasks: [{id: a, uses: action:set}, {id: b, uses: action:set, when: tasks.a.output.x}]", "add a to needs"),
