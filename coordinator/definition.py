@@ -881,7 +881,37 @@ def document_schema() -> dict[str, Any]:
             # Left out by the generator where it is that of the model as well; not every editor follows the reference.
             if "$ref" in rule and "description" not in rule:
                 rule["description"] = parts[rule["$ref"].rpartition("/")[2]]["description"]
+        if "vars" in part.get("properties", {}):
+            part["properties"]["vars"]["propertyNames"] = {"not": {"enum": sorted(RESERVED_VARIABLES)}}
+    parts["Task"]["allOf"] = _task_rules()
+    parts["Foreach"]["properties"]["as"]["not"] = {"enum": sorted(RESERVED_VARIABLES)}
     return {"$schema": "https://json-schema.org/draft/2020-12/schema", "title": "agentctl workflow", **schema}
+
+
+def _task_rules() -> list[dict[str, Any]]:
+    """What fields of a task exclude or want one another, as far as JSON Schema can say it. `null` is like left out."""
+    shapes = ("foreach", "matrix", "loop")
+    kinds = {**dict.fromkeys(shapes, "object"), "when": "string"}
+    pairs = [("foreach", "matrix"), ("foreach", "loop"), ("matrix", "loop"), ("loop", "when")]
+    rules: list[dict[str, Any]] = [
+        {"not": {"required": list(pair), "properties": {name: {"type": kinds[name]} for name in pair}}}
+        for pair in pairs
+    ]
+    router = {"route": {"type": "object"}, "with": {"maxProperties": 0}}
+    rules.append(
+        {
+            "if": {"properties": {"uses": {"const": "router"}}},
+            "then": {"required": ["route"], "properties": {**router, **{key: {"type": "null"} for key in shapes}}},
+            "else": {"properties": {"route": {"type": "null"}}},
+        }
+    )
+    rules.append(
+        {
+            "if": {"properties": {"uses": {"type": "string", "pattern": "^workflow:"}}, "required": ["uses"]},
+            "then": {"propertyNames": {"enum": ["id", "uses", "needs", "with", "failure"]}},
+        }
+    )
+    return rules
 
 
 def _check_version(source: YamlDocument) -> tuple[dict[str, Any], list[Diagnostic]]:

@@ -29,6 +29,8 @@ Rename: TypeAlias = "Callable[[Ref], str | None]"
 _OPERATORS = ("==", "!=", "<=", ">=", "<", ">")
 _SEGMENT = re.compile(r"[A-Za-z0-9_-]+")
 _ROOTS = ("inputs", "vars", "memory")
+_SHOWN = 200
+"""Most characters of an expression in a message; all of it is in the details."""
 
 
 class TemplateError(TaskFault):
@@ -383,7 +385,8 @@ def _comparison(operator: str, lookup: Evaluate, right: str, expression: str) ->
     def compare(scope: Scope) -> bool:
         value = lookup(scope)
         if type(value) is not int and type(value) is not float:
-            raise TemplateError("unsupported", f"{operator} needs a number on the left", expression)
+            shown = expression if len(expression) <= _SHOWN else f"{expression[:_SHOWN]}…"
+            raise TemplateError("unsupported", f"{operator} needs a number on the left: {shown}", expression)
         number = _as_float(value)
         if operator == "<":
             return number < bound

@@ -83,7 +83,7 @@ def _check_words(conclusion: Conclusion) -> None:
 def _check_result(conclusion: Conclusion, operation: str) -> None:
     if conclusion.has_result and operation.startswith("builtin.") and not isinstance(conclusion.result, dict):
         raise UsageError(
-            f"the result of {operation} is a JSON object (contract 4.6), this one is not",
+            f"the result of {operation} is a JSON object, this one is not",
             remedy="`agentctl effects inspect EFFECT` of an effect that succeeded shows the form",
         )
     schema = conclusion.result_schema

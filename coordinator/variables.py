@@ -176,7 +176,9 @@ class _Reader:
             place: Path = (*path, "varsFiles", index)
             resolved = self._resolve(name, place)
             if resolved is not None:
-                item = self._read(name, resolved, resolved, place)
+                # As a person would open it: names in a document start from its folder, messages from where we are.
+                shown = os.path.join(os.path.dirname(self._document.file), name)
+                item = self._read(name, resolved, resolved, place, shown)
                 if item is not None:
                     yield item
 
@@ -206,7 +208,9 @@ class _Reader:
             return None
         return resolved
 
-    def _read(self, name: str, file: str, key: str, place: Path | None) -> VariableFile | None:
+    def _read(
+        self, name: str, file: str, key: str, place: Path | None, shown: str | None = None
+    ) -> VariableFile | None:
         self._count += 1
         if self._count == MAX_FILES + 1:
             self._report("schema_violation", f"more than {MAX_FILES} variables files are named", place)
@@ -214,7 +218,7 @@ class _Reader:
         if self._count > MAX_FILES or self._full:
             return None
         if key not in self._known:
-            self._known[key] = self._open(name, file, place)
+            self._known[key] = self._open(shown or name, file, place)
         item = self._known[key]
         if item is None:
             return None

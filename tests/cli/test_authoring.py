@@ -428,3 +428,54 @@ def test_warnings_in_a_sub_workflow_have_their_place_and_one_that_nobody_calls_i
         ("warning", "spec.subworkflows.used.tasks[1].with.env.HOME", 16),
     ]
     assert "never called" in found[0]["message"]
+
+
+@pytest.mark.parametrize(
+    ("right", "wrong"),
+    [
+        ("{foreach: {items: [1]}, matrix: null}", "{foreach: {items: [1]}, matrix: {axes: {a: [1]}}}"),
+        (
+            "{loop: {maxIterations: 1, while: '${{ loop.output.x }}'}}",
+            "{loop: {maxIterations: 1, while: '${{ loop.output.x }}'}, when: inputs.x}",
+        ),
+        ("{uses: router, route: {select: '${{ inputs.x }}', cases: [{equals: 1, tasks: [b]}]}}", "{uses: router}"),
+        (
+            "{uses: action:set}",
+            "{uses: action:set, route: {select: '${{ inputs.x }}', cases: [{equals: 1, tasks: [b]}]}}",
+        ),
+        ("{uses: workflow:w, with: {x: 1}}", "{uses: workflow:w, when: inputs.x}"),
+        ("{uses: workflow:w, failure: continue}", "{uses: workflow:w, retry: {maxAttempts: 2}}"),
+        ("{vars: {mine: 1}}", "{vars: {foreachIndex: 1}}"),
+        ("{foreach: {items: [1], as: each}}", "{foreach: {items: [1], as: matrix}}"),
+    ],
+)
+def test_the_schema_for_editors_knows_which_fields_of_a_task_go_together(cli: Any, right: str, wrong: str) -> None:
+    validator = jsonschema_rs.Draft202012Validator(cli.json("schema").data)
+    for fields, valid in ((right, True), (wrong, False)):
+        task = {"id": "a", "uses": "action:set", **yaml.safe_load(fields)}
+        sub = {
+            "version": "1.0.0",
+            "inputSchema": True,
+            "outputSchema": True,
+            "tasks": [{"id": "t", "uses": "action:set"}],
+        }
+        tasks = [task, {"id": "b", "uses": "action:set", "needs": ["a"]}]
+        spec = {"actions": {"set": {"kind": "builtin.assign"}}, "subworkflows": {"w": sub}, "tasks": tasks}
+        document = {"apiVersion": "agentctl.dev/v1", "kind": "Workflow", "metadata": {"name": "x"}, "spec": spec}
+        cli.write("flow.json", json.dumps(document))
+        assert validator.is_valid(document) is valid
+        assert cli("check", "flow.json").code == (0 if valid else 2)
+
+
+def test_a_place_in_a_variables_file_is_one_that_can_be_opened_from_here(cli: Any) -> None:
+    (cli.folder / "deep").mkdir()
+    cli.write("deep/more.yaml", "a: [\n")
+    cli.write(
+        "deep/flow.yaml",
+        f"{HEAD}  varsFiles: [more.yaml]\n  actions: {{n: {{kind: builtin.assign}}}}\n  tasks: [{{id: a, uses: action:n}}]\n",
+    )
+    refused = json.loads(cli("check", "deep/flow.yaml", "--output", "json").err)
+    assert {item["file"] for item in refused["diagnostics"]} == {"deep/more.yaml"}
+    cli.write("deep/more.yaml", "a: 1\n")
+    origin = cli.json("explain", "deep/flow.yaml").data["variableOrigins"]["a"]
+    assert origin["file"] == "deep/more.yaml"

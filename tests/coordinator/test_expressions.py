@@ -296,3 +296,16 @@ def test_paths_are_renamed_and_nothing_else(before: Any, after: Any) -> None:
 )
 def test_a_condition_is_renamed_with_or_without_its_wrapper(before: str, after: str) -> None:
     assert rename_condition(before, _in_a_call) == after
+
+
+def test_a_comparison_that_fails_shows_its_expression_within_bounds() -> None:
+    for left in ("inputs.x", "inputs." + ".".join(["y" * 90] * 4)):
+        text = f"{left} > 3"
+        value: object = "text"
+        for part in reversed(left.split(".")[1:]):
+            value = {part: value}
+        assert isinstance(value, dict)
+        with pytest.raises(TemplateError) as caught:
+            compile_condition(text)(Scope(inputs=value))
+        assert text[:200] in caught.value.message
+        assert len(caught.value.message) < 260
