@@ -180,6 +180,11 @@ def rename_condition(text: str, rename: Rename) -> str:
     return _rename_text(text, rename) if "${{" in text else _rename_expression(text, rename)
 
 
+def resolve(reference: Ref, scope: Scope) -> Any:
+    """The value of a path. Raises `TemplateError` when it does not exist."""
+    return _lookup(reference, _path_text(reference))(scope)
+
+
 def truth(value: Any) -> bool:
     """Truth of a JSON value: null and false are false, a number is true unless it is 0, text and containers
     unless empty.

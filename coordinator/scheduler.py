@@ -247,7 +247,7 @@ class Scheduler:
         error = loads(done.error_json) if done.error_json else {"code": "failed", "message": "failed"}
         if self._check is not None and done.outcome == "failed" and not self._check.is_certain(position, error):
             batch.closed.append(done.attempt_id)
-            self._leave_out(position, batch, origin, reason=str(error.get("message")))
+            self._leave_out(position, batch, origin, reason=self._supposed(position, error))
             return
         if error.get("code") == "budget_exceeded" and self.stopping is None:
             # A denial stops the run whatever the task declares (contract table, row 7).
@@ -314,6 +314,14 @@ class Scheduler:
     def _leave_out(self, position: int, batch: Batch, origin: str, decision: str | None = None, **why: Any) -> None:
         """End a task of a run in check mode that cannot be foreseen."""
         self._final(position, "succeeded", not_executed_text(**why), None, batch, origin, decision=decision)
+
+    def _supposed(self, position: int, error: dict[str, Any]) -> str:
+        """Why a task that failed in check mode need not fail in a real run."""
+        assert self._check is not None
+        text = f"{error.get('code', 'failed')}: {error.get('message', '')}"
+        if not self._check.is_reached(position):
+            return f"would fail if it ran, which is not certain: {text}"
+        return f"would fail with what is known now, which may change: {text}"
 
     def _fail(self, position: int, error: dict[str, Any], batch: Batch, origin: str) -> None:
         self._final(position, "failed", None, error, batch, origin)
@@ -451,6 +459,7 @@ class Scheduler:
         task = self.index.tasks[position]
         origin = self.state[position]
         decision: str | None = None
+        because = "guard"
         try:
             if self._check is not None and (blocked := self._check.blocked_guard(position)):
                 self._leave_out(position, batch, origin, blocked=blocked)
@@ -470,13 +479,18 @@ class Scheduler:
                     text = canonical({"condition": record, "reason": "when condition was false"})
                     self._final(position, "skipped", text, None, batch, origin, decision=decision)
                     return
-            if self._check is not None and (blocked := self._check.blocked_input(position)):
-                self._leave_out(position, batch, origin, decision, blocked=blocked)
-                return
+            if self._check is not None:
+                if (known := self._check.known_fault(position, scope)) is not None:
+                    raise known
+                if blocked := self._check.blocked_input(position):
+                    self._leave_out(position, batch, origin, decision, blocked=blocked)
+                    return
+            because = "input"
             digest: str | None = None
             if task.uses_kind == "aggregate":
                 text = self._aggregate(position)
             elif task.uses_kind == "loop_aggregate":
+                because = "loop"
                 decision = self._last_decision(position, scope, snapshot)
                 if decision is not None and loads(decision)["result"]:
                     raise _not_converged(task)
@@ -500,8 +514,11 @@ class Scheduler:
                     raise TaskFault("output_contract", f"{what}: {problem}")
             self._final(position, "succeeded", text, None, batch, origin, input_digest=digest, decision=decision)
         except TaskFault as fault:
-            if self._check is not None and not self._check.is_certain(position, fault.as_json()):
-                self._leave_out(position, batch, origin, decision, reason=fault.message)
+            error = fault.as_json()
+            if self._check is not None and not self._check.is_certain(position, error, because=because):
+                open_ends = self._check.unknown_children(position) if because == "loop" else []
+                why = {"blocked": open_ends} if open_ends else {"reason": self._supposed(position, error)}
+                self._leave_out(position, batch, origin, decision, **why)
                 return
             self._final(position, "failed", None, fault.as_json(), batch, origin, decision=decision)
             if task.failure == "stop" and self.stopping is None:
