@@ -43,6 +43,7 @@ from .plan import (
     plan_as_json,
     tasks_chunks,
 )
+from .readings import NOBODY, Reader, Readings
 from .routing import destinations, route_as_json, route_problems
 from .subworkflows import Declared, Namespace, Role, flatten
 from .variables import of_document, recorded_workflow, task_variables, workflow_variables
@@ -134,14 +135,19 @@ def compile_workflow(
     document: LoadedDocument,
     *,
     inputs: Mapping[str, Any] | None = None,
+    warnings: list[Diagnostic] | None = None,
 ) -> Plan:
-    """Compile a document. Raises `DocumentError` with every finding.
+    """Compile a document. Raises `DocumentError` with every finding; what is only suspicious goes to `warnings`.
 
     `inputs` are the run's inputs (a fan-out may take its items from them). Variables come from what was captured
     for the document.
     """
     with collector_paused():
-        return _Compiler(document, inputs).compile()
+        compiler = _Compiler(document, inputs)
+        plan = compiler.compile()
+    if warnings is not None:
+        warnings.extend(compiler.readings.warnings())
+    return plan
 
 
 @dataclass(slots=True)
@@ -205,6 +211,7 @@ class _Compiler:
         self.action_references: dict[tuple[str, Namespace | None], dict[str, frozenset[Ref]]] = {}
         self.static: dict[str, dict[str, Any]] = {}
         self.declared: list[Declared] = []
+        self.readings = Readings(document.source, self.inputs, self.vars)
 
     # ---------------------------------------------------------------------- findings
 
@@ -268,6 +275,7 @@ class _Compiler:
         )
         if item.role == "subworkflow_input":
             self.static[task.id] = self.known_inputs(task.with_)
+            self.readings.boundary(task.id, task.with_)
         if task.foreach is None and task.matrix is None and task.loop is None:
             return source
         plain = {name: value for name, value in own.items() if name in data or not has_template(value)}
@@ -744,6 +752,7 @@ class _Compiler:
         *,
         condition: bool = False,
     ) -> None:
+        self.readings.look(found, value, path, self.reader(source, path), condition=condition)
         for reference in found:
             if reference.root != "tasks":
                 continue
@@ -757,6 +766,21 @@ class _Compiler:
                     reader, read = self.shown(source, source.task.id), self.shown(source, name)
                     message = f"{reader!r} reads the output of {read!r} without needing it"
                     self.report("invalid_template", message, place, help=f"add {read} to needs")
+
+    @staticmethod
+    def reader(source: _Source | None, path: Path) -> Reader:
+        """What can be read at a place of a task, or in the outputs of the run."""
+        if source is None:
+            return NOBODY
+        bound = source.fanout.names if source.fanout is not None else ()
+        rendered = [name for name, value in source.vars.items() if name not in source.data_vars and has_template(value)]
+        below = path[len(source.path) :] if path[: len(source.path)] == source.path else ()
+        makes = below[:1] in (("vars",), ("foreach",), ("matrix",)) or below[:2] == ("loop", "initial")
+        open_names = (*bound, *rendered)
+        space = source.namespace
+        if space is None:
+            return Reader(source.vars, open_names, makes)
+        return Reader(source.vars, open_names, makes, space.boundary, space.call)
 
     def check_outputs(self, ids: set[str]) -> None:
         self.references(self.spec.outputs, ("spec", "outputs"), None, ids)
