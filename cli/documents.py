@@ -17,7 +17,7 @@ from agentctl.store.errors import EnvironmentFault, UsageError
 
 from .main import Settings, Verb, pass_settings
 from .render import Printer, clean, print_error, warn_findings
-from .variables import read_pairs, unknown_inputs, variable_options
+from .variables import read_pairs, unknown_inputs, unknown_variables, unreachable_names, variable_options
 
 if TYPE_CHECKING:
     from agentctl.coordinator.definition import LoadedDocument
@@ -170,12 +170,13 @@ def compile_file(
         from agentctl.coordinator.variables import capture
 
     document = capture(load_workflow(Path(file)), workspace=workspace, files=vars_files, pairs=variables)
-    odd = unknown_inputs(document, given, pairs)
+    odd = unknown_inputs(document, given, pairs) + unknown_variables(document)
     if any(item.severity == "error" for item in odd):
         raise DocumentError(odd)
-    plan = compile_workflow(document, inputs=given)
+    plan = compile_workflow(document, inputs=given, warnings=document.warnings)
     document.warnings.extend(odd)
     document.warnings.extend(never_called(document))
+    document.warnings.extend(unreachable_names(document))
     document.warnings.extend(certain_denials(document, plan))
     return document, plan
 

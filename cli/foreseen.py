@@ -117,6 +117,8 @@ def _asks(plan: Plan, task: CompiledTask, how: str, output: dict[str, Any]) -> s
 
 
 def _reason(how: str, output: dict[str, Any], error: dict[str, Any] | None) -> str | None:
+    if how == "not_reached":
+        return "the run ends before"
     if error is not None:
         return f"{error.get('code', 'failed')}: {error.get('message', '')}"
     if how == "skipped":
@@ -133,7 +135,8 @@ def _for_people(out: Printer, run_id: str, outcome: dict[str, Any], rows: list[d
     out.line(f"{run_id} check {out.state(outcome['state'])}: {told}; nothing was changed")
     error = outcome["error"]
     if isinstance(error, dict) and error.get("message"):
-        out.line(f"  {error.get('code', 'error')}: {clean(error['message'])}")
+        of = f"task {clean(error['taskId'])}: " if error.get("taskId") else ""
+        out.line(f"  {of}{error.get('code', 'error')}: {clean(error['message'])}")
     out.line()
     table = [(row["taskId"], row["kind"], _WORDS[row["result"]], _said(row)) for row in rows[:SHOWN_ROWS]]
     out.table(("TASK", "ACTION", "RESULT", "WHAT"), table)
@@ -152,10 +155,13 @@ def _said(row: dict[str, Any]) -> str:
     effect = row["expectedEffect"]
     if isinstance(effect, dict) and effect.get("command"):
         words.append(" ".join(["would start", str(effect["command"]), *map(str, effect.get("args", []))])[:120])
+    elif isinstance(effect, dict) and row["kind"] == "builtin.long_term_memory.write":
+        words.append(f"would write the entry {effect.get('key')} in {effect.get('namespace')}"[:120])
     if row["reason"]:
         words.append(str(row["reason"]))
     elif row["dependsOn"]:
-        words.append(f"depends on {len(row['dependsOn'])} tasks")
+        count = len(row["dependsOn"])
+        words.append(f"depends on {count} {'task' if count == 1 else 'tasks'}")
     if row["approval"]:
         words.append("asks a person first")
     return "; ".join(words) or "-"

@@ -44,6 +44,7 @@ from .plan import (
     tasks_chunks,
 )
 from .plan_size import problem, task_size
+from .readings import NOBODY, Reader, Readings
 from .routing import destinations, route_as_json, route_problems
 from .subworkflows import Declared, Namespace, Role, flatten, uncalled
 from .variables import of_document, recorded_workflow, task_variables, workflow_variables
@@ -135,14 +136,19 @@ def compile_workflow(
     document: LoadedDocument,
     *,
     inputs: Mapping[str, Any] | None = None,
+    warnings: list[Diagnostic] | None = None,
 ) -> Plan:
-    """Compile a document. Raises `DocumentError` with every finding.
+    """Compile a document. Raises `DocumentError` with every finding; what is only suspicious goes to `warnings`.
 
     `inputs` are the run's inputs (a fan-out may take its items from them). Variables come from what was captured
     for the document.
     """
     with collector_paused():
-        return _Compiler(document, inputs).compile()
+        compiler = _Compiler(document, inputs)
+        plan = compiler.compile()
+    if warnings is not None:
+        warnings.extend(compiler.readings.warnings())
+    return plan
 
 
 @dataclass(slots=True)
@@ -209,6 +215,7 @@ class _Compiler:
         self.declared: list[Declared] = []
         self.calls: dict[str, Path] = {}
         self.call_outputs: dict[str, str] = {}
+        self.readings = Readings(document.source, self.inputs, self.vars)
 
     # ---------------------------------------------------------------------- findings
 
@@ -280,6 +287,7 @@ class _Compiler:
             return source
         if item.role == "subworkflow_input":
             self.static[task.id] = self.known_inputs(task.with_)
+            self.readings.boundary(task.id, task.with_)
         if task.foreach is None and task.matrix is None and task.loop is None:
             return source
         plain = {name: value for name, value in own.items() if name in data or not has_template(value)}
@@ -819,6 +827,7 @@ class _Compiler:
         *,
         condition: bool = False,
     ) -> None:
+        self.readings.look(found, value, path, self.reader(source, path), condition=condition)
         for reference in found:
             if reference.root != "tasks":
                 continue
@@ -849,6 +858,21 @@ class _Compiler:
         for place in places:
             message = f"the sub-workflow {workflow!r} has no output {name!r}"
             self.report("missing_reference", message, place, help=hint)
+
+    @staticmethod
+    def reader(source: _Source | None, path: Path) -> Reader:
+        """What can be read at a place of a task, or in the outputs of the run."""
+        if source is None:
+            return NOBODY
+        bound = source.fanout.names if source.fanout is not None else ()
+        rendered = [name for name, value in source.vars.items() if name not in source.data_vars and has_template(value)]
+        below = path[len(source.path) :] if path[: len(source.path)] == source.path else ()
+        makes = below[:1] in (("vars",), ("foreach",), ("matrix",)) or below[:2] == ("loop", "initial")
+        open_names = (*bound, *rendered)
+        space = source.namespace
+        if space is None:
+            return Reader(source.vars, open_names, makes)
+        return Reader(source.vars, open_names, makes, space.boundary, space.call)
 
     def check_outputs(self, ids: set[str]) -> None:
         self.references(self.spec.outputs, ("spec", "outputs"), None, ids)

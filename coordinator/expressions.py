@@ -182,6 +182,36 @@ def rename_condition(text: str, rename: Rename) -> str:
     return _rename_text(text, rename) if "${{" in text else _rename_expression(text, rename)
 
 
+def resolve(reference: Ref, scope: Scope) -> Any:
+    """The value of a path. Raises `TemplateError` when it does not exist."""
+    return _lookup(reference, _path_text(reference))(scope)
+
+
+def unquoted_literal(text: str) -> str | None:
+    """What is compared with if it is text only because it is neither JSON nor in quotes, else None.
+
+    `text` is a condition or exactly one template, and has been compiled.
+    """
+    body = text.strip()
+    if _is_exact(body):
+        body = body[3:-2].strip()
+    for operator in _OPERATORS:
+        _, found, right = body.partition(operator)
+        if found:
+            right = right.strip()
+            quoted = len(right) > 1 and right[0] == right[-1] and right[0] in "'\"" and right[0] not in right[1:-1]
+            return None if quoted or _is_json(right) else right
+    return None
+
+
+def _is_json(text: str) -> bool:
+    try:
+        parse_json(text)
+    except JsonError:
+        return False
+    return True
+
+
 def truth(value: Any) -> bool:
     """Truth of a JSON value: null and false are false, a number is true unless it is 0, text and containers
     unless empty.

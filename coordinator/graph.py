@@ -31,9 +31,10 @@ _WORST_FIRST = (
 
 @dataclass(slots=True)
 class Node:
-    """One task, or all children of an expansion with their aggregate. `states` counts the tasks by state (runs only).
+    """One task, or all children of an expansion with their aggregate.
 
-    `state` is the one that matters most among them: a failure before a wait, a wait before work that is left.
+    `states` counts by state (runs only): the children, or the one task; `own` is the state of the aggregate. `state` is
+    the one that matters most of all these: a failure before a wait, a wait before work that is left.
     """
 
     id: str
@@ -42,10 +43,11 @@ class Node:
     children: int = 0
     needs: list[str] = field(default_factory=list)
     states: Counter[str] = field(default_factory=Counter)
+    own: str | None = None
 
     @property
     def state(self) -> str | None:
-        return next((word for word in _WORST_FIRST if self.states[word]), None)
+        return next((word for word in _WORST_FIRST if self.states[word] or self.own == word), None)
 
     def as_json(self) -> dict[str, Any]:
         """The object of the envelope."""
@@ -76,7 +78,11 @@ def build_graph(plan: Plan, states: Sequence[str] | None = None, *, expand: bool
             node.uses = _uses(task)
         else:
             node.kind = task.uses_kind
-        if states is not None:
+        if states is None:
+            continue
+        if parent is None and node.children:
+            node.own = states[task.position]
+        else:
             node.states[states[task.position]] += 1
     seen: set[tuple[str, str]] = set()
     for task in plan.tasks.values():
@@ -108,12 +114,12 @@ def label(node: Node) -> str:
     parts = [node.uses] if node.uses != node.id else []
     if node.children:
         parts.append(f"x{node.children}")
-    if node.states:
-        total = sum(node.states.values())
-        if total == 1:
-            parts.append(str(node.state))
-        else:
-            parts.append(", ".join(f"{node.states[word]} {word}" for word in _WORST_FIRST if node.states[word]))
+    if node.states and not node.children:
+        parts.append(str(node.state))
+    elif node.states:
+        parts.append(", ".join(f"{node.states[word]} {word}" for word in _WORST_FIRST if node.states[word]))
+        if node.own == "failed" and not node.states["failed"]:
+            parts.append("the whole failed")
     return ", ".join(parts)
 
 

@@ -209,7 +209,7 @@ class Scheduler:
             self._stop_written = True
             self.more = True
             return batch
-        self.more = bool(self._candidates) and self.stopping is None and not self.paused
+        self.more = self.stopping is None and not self.paused and self._can_go_on(batch)
         if not self.more and not self._in_flight and not backlog:
             self._maybe_end(batch, now)
         return batch
@@ -247,7 +247,7 @@ class Scheduler:
         error = loads(done.error_json) if done.error_json else {"code": "failed", "message": "failed"}
         if self._check is not None and done.outcome == "failed" and not self._check.is_certain(position, error):
             batch.closed.append(done.attempt_id)
-            self._leave_out(position, batch, origin, reason=str(error.get("message")))
+            self._leave_out(position, batch, origin, reason=self._supposed(position, error))
             return
         if error.get("code") == "budget_exceeded" and self.stopping is None:
             # A denial stops the run whatever the task declares (contract table, row 7).
@@ -314,6 +314,14 @@ class Scheduler:
     def _leave_out(self, position: int, batch: Batch, origin: str, decision: str | None = None, **why: Any) -> None:
         """End a task of a run in check mode that cannot be foreseen."""
         self._final(position, "succeeded", not_executed_text(**why), None, batch, origin, decision=decision)
+
+    def _supposed(self, position: int, error: dict[str, Any]) -> str:
+        """Why a task that failed in check mode need not fail in a real run."""
+        assert self._check is not None
+        text = f"{error.get('code', 'failed')}: {error.get('message', '')}"
+        if not self._check.is_reached(position):
+            return f"would fail if it ran, which is not certain: {text}"
+        return f"would fail with what is known now, which may change: {text}"
 
     def _fail(self, position: int, error: dict[str, Any], batch: Batch, origin: str) -> None:
         self._final(position, "failed", None, error, batch, origin)
@@ -393,35 +401,71 @@ class Scheduler:
                 heapq.heappush(self._work, position)
 
     def _advance(self, batch: Batch) -> None:
-        """Evaluate what is ready, in compiled order, until the batch is full; then fill the places."""
-        while self._candidates and len(batch.finals) < BATCH_RESULTS and self._bytes < BATCH_BYTES:
-            position = heapq.heappop(self._candidates)
-            if self._dependency_failed(position):
-                continue_state = "skipped"
-                error = {"code": "dependency_not_succeeded", "message": "a dependency did not succeed"}
-                self._final(position, continue_state, None, error, batch, "pending")
-            elif (chosen := self._passed_over(position)) is not None:
-                self._final(position, "skipped", chosen, None, batch, "pending")
-            elif self.index.effect_free(position):
-                self._begin(position, batch)
+        """Evaluate what is ready, in compiled order, until the batch is full; then fill the places.
+
+        With a single place, tasks go one by one in compiled order: what has no effect waits as well for what was
+        there before it. With more of them it does not: it needs no place, and no order is promised.
+        """
+        if self.run.max_concurrency == 1:
+            self._advance_singly(batch)
+            return
+        while self._candidates and self._has_room(batch):
+            self._sift(batch)
+            if self.stopping is not None:
+                return
+        while self._work and len(self._in_flight) < self.run.max_concurrency and self._can_fill(batch):
+            self._fill(batch)
+            if self.stopping is not None:
+                return
+
+    def _advance_singly(self, batch: Batch) -> None:
+        while not self._in_flight and self.stopping is None and self._has_room(batch):
+            fill = bool(self._work) and self._can_fill(batch)
+            if self._candidates and not (fill and self._work[0] < self._candidates[0]):
+                self._sift(batch)
+            elif fill:
+                self._fill(batch)
             else:
-                heapq.heappush(self._work, position)
-            if self.stopping is not None:
                 return
-        while self._work and len(self._in_flight) < self.run.max_concurrency:
-            if len(batch.finals) >= BATCH_RESULTS or len(batch.enqueues) >= 4 * BATCH_RESULTS:
-                break
-            if len(self._short) >= HELD_WINDOW and self._work[0] not in self._granted:
-                break
-            position = heapq.heappop(self._work)
-            attempt_id = self._granted.pop(position, None)
-            if attempt_id is not None:
-                batch.unheld.append(attempt_id)
-                self._in_flight.add(position)
-                continue
+
+    def _can_go_on(self, batch: Batch) -> bool:
+        """Whether another batch can follow at once: what it would hold has found no room in this one."""
+        places = self.run.max_concurrency - len(self._in_flight)
+        if self._candidates and (places > 0 or self.run.max_concurrency > 1):
+            return True
+        full = len(batch.finals) >= BATCH_RESULTS or len(batch.enqueues) >= 4 * BATCH_RESULTS
+        return full and bool(self._work) and places > 0
+
+    def _has_room(self, batch: Batch) -> bool:
+        return len(batch.finals) < BATCH_RESULTS and self._bytes < BATCH_BYTES
+
+    def _can_fill(self, batch: Batch) -> bool:
+        if len(batch.finals) >= BATCH_RESULTS or len(batch.enqueues) >= 4 * BATCH_RESULTS:
+            return False
+        return len(self._short) < HELD_WINDOW or self._work[0] in self._granted
+
+    def _sift(self, batch: Batch) -> None:
+        """Take the first candidate: end it, or put it to the work that needs a place."""
+        position = heapq.heappop(self._candidates)
+        if self._dependency_failed(position):
+            error = {"code": "dependency_not_succeeded", "message": "a dependency did not succeed"}
+            self._final(position, "skipped", None, error, batch, "pending")
+        elif (chosen := self._passed_over(position)) is not None:
+            self._final(position, "skipped", chosen, None, batch, "pending")
+        elif self.index.effect_free(position):
             self._begin(position, batch)
-            if self.stopping is not None:
-                return
+        else:
+            heapq.heappush(self._work, position)
+
+    def _fill(self, batch: Batch) -> None:
+        """Give a place to the first of the work."""
+        position = heapq.heappop(self._work)
+        attempt_id = self._granted.pop(position, None)
+        if attempt_id is not None:
+            batch.unheld.append(attempt_id)
+            self._in_flight.add(position)
+            return
+        self._begin(position, batch)
 
     def _dependency_failed(self, position: int) -> bool:
         kind, needs = self.index.tasks[position].uses_kind, self.index.needs[position]
@@ -451,6 +495,7 @@ class Scheduler:
         task = self.index.tasks[position]
         origin = self.state[position]
         decision: str | None = None
+        because = "guard"
         try:
             if self._check is not None and (blocked := self._check.blocked_guard(position)):
                 self._leave_out(position, batch, origin, blocked=blocked)
@@ -470,13 +515,18 @@ class Scheduler:
                     text = canonical({"condition": record, "reason": "when condition was false"})
                     self._final(position, "skipped", text, None, batch, origin, decision=decision)
                     return
-            if self._check is not None and (blocked := self._check.blocked_input(position)):
-                self._leave_out(position, batch, origin, decision, blocked=blocked)
-                return
+            if self._check is not None:
+                if (known := self._check.known_fault(position, scope)) is not None:
+                    raise known
+                if blocked := self._check.blocked_input(position):
+                    self._leave_out(position, batch, origin, decision, blocked=blocked)
+                    return
+            because = "input"
             digest: str | None = None
             if task.uses_kind == "aggregate":
                 text = self._aggregate(position)
             elif task.uses_kind == "loop_aggregate":
+                because = "loop"
                 decision = self._last_decision(position, scope, snapshot)
                 if decision is not None and loads(decision)["result"]:
                     raise _not_converged(task)
@@ -500,8 +550,11 @@ class Scheduler:
                     raise TaskFault("output_contract", f"{what}: {problem}")
             self._final(position, "succeeded", text, None, batch, origin, input_digest=digest, decision=decision)
         except TaskFault as fault:
-            if self._check is not None and not self._check.is_certain(position, fault.as_json()):
-                self._leave_out(position, batch, origin, decision, reason=fault.message)
+            error = fault.as_json()
+            if self._check is not None and not self._check.is_certain(position, error, because=because):
+                open_ends = self._check.unknown_children(position) if because == "loop" else []
+                why = {"blocked": open_ends} if open_ends else {"reason": self._supposed(position, error)}
+                self._leave_out(position, batch, origin, decision, **why)
                 return
             self._final(position, "failed", None, fault.as_json(), batch, origin, decision=decision)
             if task.failure == "stop" and self.stopping is None:

@@ -215,8 +215,8 @@ def _call(
     begin = {"id": inner.boundary, "with_": {**defaults, **task.with_}, "output_schema": sub.input_schema}
     yield Declared("subworkflow_input", task.model_copy(update=begin), path, outer, name, frozenset(task.with_))
     if closed:
-        end = {"needs": [inner.boundary], "with_": {}, "output_schema": None}
-        yield Declared("subworkflow_aggregate", task.model_copy(update=end), path, inner, name)
+        shut: dict[str, Any] = {"needs": [inner.boundary], "with_": {}, "output_schema": None}
+        yield Declared("subworkflow_aggregate", task.model_copy(update=shut), path, inner, name)
         return
     yield from _tasks(spec, sub.tasks, ("spec", "subworkflows", name, "tasks"), inner, prefixes, report)
     needs = [*(inner.task_id(local.id) for local in sub.tasks), inner.boundary]

@@ -356,6 +356,30 @@ def test_graph_of_a_file(cli: Any) -> None:
     assert not cli.database.parent.exists()
 
 
+def test_graph_of_a_run_tells_children_from_their_aggregate(cli: Any) -> None:
+    spec = (
+        "apiVersion: agentctl.dev/v1\nkind: Workflow\nmetadata: {name: g}\nspec:\n"
+        "  actions: {set: {kind: builtin.assign}}\n"
+        "  tasks:\n"
+        "    - {id: each, uses: action:set, foreach: {items: [1, 2, 3]}}\n"
+        "    - {id: none, uses: action:set, foreach: {items: []}}\n"
+        "    - {id: again, uses: action:set, failure: continue, loop: {maxIterations: 2, while: '${{ vars.loopIndex < 9 }}'}}\n"
+    )
+    cli.write("g.yaml", spec)
+    run_id = cli.json("run", "g.yaml").data["runId"]
+    each, none, again = cli.json("graph", run_id).data["nodes"]
+    assert (each["children"], each["taskCounts"], each["state"]) == (3, {"succeeded": 3}, "succeeded")
+    assert (none["children"], none["taskCounts"], none["state"]) == (0, {"succeeded": 1}, "succeeded")
+    assert (again["children"], again["taskCounts"], again["state"]) == (2, {"succeeded": 2}, "failed")
+    tree = cli("graph", run_id).out
+    assert "each  action:set, x3, 3 succeeded\n" in tree
+    assert "again  action:set, x2, 2 succeeded, the whole failed\n" in tree
+    for form in ("mermaid", "dot"):
+        drawn = cli("graph", run_id, "--format", form).out
+        assert "x3, 3 succeeded" in drawn
+        assert "4 succeeded" not in drawn
+
+
 def test_graph_of_a_run_shows_states(cli: Any) -> None:
     result = cli.json("run", "shell.yaml", "--input", 'script=[ "$1" != 2 ]', "--input", "items=[1,2,3]")
     assert result.code == 4
@@ -363,7 +387,7 @@ def test_graph_of_a_run_shows_states(cli: Any) -> None:
     [node] = cli.json("graph", run_id).data["nodes"]
     assert node["state"] == "failed"
     assert node["taskCounts"]["failed"] == 1
-    assert sum(node["taskCounts"].values()) == 4
+    assert node["children"] == sum(node["taskCounts"].values()) == 3
     assert "style n0 fill:#ffcdd2" in cli("graph", "@latest", "--format", "mermaid").out
     assert "1 failed" in cli("graph", run_id).out
     # The stored plan is drawn: the file may be gone.

@@ -365,3 +365,150 @@ def test_a_sub_workflow_is_foreseen_as_far_as_its_tasks_are(cli: Any) -> None:
     wrong = check(cli, spec.replace("with: {n: 1}", "with: {n: text}"))
     assert wrong.code == 4
     assert "inputSchema" in str(wrong.data["error"])
+
+
+# ---------------------------------------------------------------------- what is certain
+
+UNDECIDED = (
+    "  tasks:\n"
+    "    - {id: p, uses: action:touch}\n"
+    "    - {id: r, uses: router, needs: [p], route: {select: '${{ tasks.p.output.json }}', cases: [{equals: 1, tasks: [c]}], default: [d]}}\n"
+    "    - {id: c, uses: action:set, needs: [r]}\n"
+    "    - {id: d, uses: action:set, needs: [r]}\n"
+    "    - {id: w, uses: action:set, needs: [p], when: tasks.p.output.json == 2}\n"
+)
+FAILS = {
+    "an assertion": "uses: action:ensure, with: {that: false}",
+    "a denial": "uses: action:write, with: {path: elsewhere, content: x}",
+    "a missing input": "uses: action:set, with: {v: '${{ inputs.nope }}'}",
+    "a guard": "uses: action:set, when: inputs.nope",
+    "a fan-out": "uses: action:ensure, with: {that: false}, foreach: {items: [1]}",
+    "a loop": "uses: action:set, loop: {maxIterations: 1, while: '${{ vars.loopIndex < 9 }}'}",
+}
+
+
+def test_nothing_is_certain_to_fail_while_it_is_open_whether_it_runs(cli: Any) -> None:
+    for what, task in FAILS.items():
+        for need in ("d", "w"):
+            between = f"    - {{id: x, uses: action:set, needs: [{need}]}}\n    - {{id: fail, needs: [x], {task}}}\n"
+            checked = check(cli, UNDECIDED + between)
+            assert (checked.code, checked.results["fail"]) == (0, "requires_execution"), (what, need)
+        # Behind a program that is only not executed each of them is certain.
+        checked = check(cli, UNDECIDED + f"    - {{id: fail, needs: [p], {task}}}\n")
+        assert checked.code == 4, what
+
+
+def test_what_is_not_certain_says_why(cli: Any) -> None:
+    spec = UNDECIDED + "    - {id: fail, uses: action:ensure, needs: [d], with: {that: false, message: no}}\n"
+    assert (
+        check(cli, spec).tasks["fail"]["reason"] == "would fail if it ran, which is not certain: assertion_failed: no"
+    )
+
+
+def test_what_a_guard_has_read_too_early_decides_nothing(cli: Any) -> None:
+    """The program may change the file that the guard of `go` looks at, so what follows need not happen."""
+    cli.write("in.txt", "go")
+    checked = check(
+        cli,
+        "  tasks:\n"
+        "    - {id: p, uses: action:touch}\n"
+        "    - {id: see, uses: action:read, needs: [p], with: {path: in.txt}}\n"
+        "    - {id: go, uses: action:set, needs: [see], when: tasks.see.output.content == go}\n"
+        "    - {id: fail, uses: action:ensure, needs: [go], with: {that: false}}\n",
+    )
+    assert (checked.code, checked.results["fail"]) == (0, "requires_execution")
+
+
+def test_a_program_beside_a_read_may_be_first(cli: Any) -> None:
+    read = "    - {id: read, uses: action:read, with: {path: made-by-touch}}\n"
+    touch = "    - {id: p, uses: action:touch%s}\n"
+    for tasks in (read + touch % "", touch % "" + read):
+        assert check(cli, "  tasks:\n" + tasks).results["read"] == "requires_execution"
+    assert check(cli, "  tasks:\n" + read + touch % ", needs: [read]").code == 4
+    # A write of another file changes nothing of it, one of the same file does.
+    write = "    - {id: w, uses: action:write, with: {path: out/%s, content: x}}\n"
+    other = "  tasks:\n    - {id: read, uses: action:read, with: {path: out/a}}\n"
+    assert check(cli, other + write % "b").code == 4
+    assert check(cli, other + write % "a").code == 0
+
+
+def test_long_term_memory_is_certain_only_where_nothing_writes_it_before(cli: Any) -> None:
+    actions = HEAD + (
+        "    keep: {kind: builtin.long_term_memory.write}\n"
+        "    look: {kind: builtin.long_term_memory.read}\n"
+        "    find: {kind: builtin.long_term_memory.search}\n"
+        "  memory: {longTerm: {namespace: own}}\n"
+    )
+
+    def outcome(before: str, looks: str, test: str) -> int:
+        tasks = (
+            f"  tasks:\n    - {{id: before, {before}}}\n    - {{id: look, needs: [before], {looks}}}\n"
+            f"    - {{id: ok, uses: action:ensure, needs: [look], with: {{that: '${{{{ tasks.look.output.{test} }}}}'}}}}\n"
+        )
+        cli.write("flow.yaml", actions.replace("APPROVAL", "never") + tasks)
+        return int(cli.json("run", "flow.yaml", "--check").code)
+
+    keep = "uses: action:keep, with: {namespace: x, key: fresh, value: 1}"
+    look = "uses: action:look, with: {namespace: x, key: %s}"
+    assert outcome(keep, look % "fresh", "value == 1") == 0
+    assert outcome(keep, look % "other", "value == 1") == 4
+    assert outcome(keep, "uses: action:look, with: {key: fresh}", "value == 1") == 0
+    assert outcome(keep, "uses: action:find, with: {query: word, namespace: x}", "count == 1") == 0
+    assert outcome("uses: action:touch", look % "fresh", "value == 1") == 0
+    assert outcome("uses: action:set", look % "fresh", "value == 1") == 4
+
+
+def test_what_went_through_working_memory_is_as_uncertain_as_before(cli: Any) -> None:
+    cli.write("in.txt", "old")
+    checked = check(
+        cli,
+        "  tasks:\n"
+        "    - {id: p, uses: action:touch}\n"
+        "    - {id: see, uses: action:read, needs: [p], with: {path: in.txt}}\n"
+        "    - {id: put, uses: action:put, needs: [see], with: {key: k, value: '${{ tasks.see.output.content }}'}}\n"
+        "    - {id: get, uses: action:get, needs: [put], with: {key: k}}\n"
+        "    - {id: ok, uses: action:ensure, needs: [get], with: {that: '${{ tasks.get.output.value == new }}'}}\n",
+    )
+    assert (checked.code, checked.results["ok"]) == (0, "requires_execution")
+
+
+def test_a_missing_input_is_certain_whatever_else_is_read(cli: Any) -> None:
+    for read in ("${{ inputs.nope }}", "${{ vars.nope }}", "${{ inputs.known.deeper }}"):
+        checked = check(
+            cli,
+            "  inputs: {known: {}}\n"
+            "  tasks:\n"
+            "    - {id: p, uses: action:touch}\n"
+            f"    - {{id: e, uses: action:set, needs: [p], with: {{v: '{read}', w: '${{{{ tasks.p.output.json }}}}'}}}}\n",
+        )
+        assert (checked.code, checked.results["e"]) == (4, "failed"), read
+
+
+def test_the_report_names_the_task_and_says_what_was_not_looked_at(cli: Any) -> None:
+    spec = (
+        "    keep: {kind: builtin.long_term_memory.write}\n"
+        "  memory: {longTerm: {}}\n"
+        "  tasks:\n"
+        "    - {id: kept, uses: action:keep, with: {namespace: x, key: fresh, value: 1}}\n"
+        "    - {id: bad, uses: action:ensure, needs: [kept], with: {that: false, message: never true}}\n"
+        "    - {id: after, uses: action:set, needs: [bad]}\n"
+    )
+    cli.write("flow.yaml", HEAD.replace("APPROVAL", "never") + spec)
+    lines = cli("run", "flow.yaml", "--check").out.splitlines()
+    assert "  task bad: assertion_failed: never true" in lines
+    rows = {line.split()[0]: line for line in lines if line[:1].isalpha()}
+    assert rows["kept"].endswith("would write the entry fresh in x")
+    assert rows["after"].endswith("not reached      the run ends before")
+
+
+def test_a_loop_that_cannot_be_known_says_only_that(cli: Any) -> None:
+    checked = check(
+        cli,
+        "  tasks:\n"
+        "    - {id: p, uses: action:touch}\n"
+        "    - {id: a, uses: action:set, needs: [p], loop: {maxIterations: 2, while: '${{ tasks.p.output.json == 2 }}'}}\n"
+        "    - {id: b, uses: action:touch, loop: {maxIterations: 2, while: '${{ vars.loopIndex < 9 }}'}}\n",
+    )
+    assert checked.code == 0
+    assert checked.tasks["a"]["reason"] == "depends on p"
+    assert str(checked.tasks["b"]["reason"]).startswith("depends on b--0000-")

@@ -337,3 +337,27 @@ def test_a_run_of_a_newer_version_is_refused_by_every_verb(cli: Any) -> None:
         result = cli.json(verb, run_id)
         assert (result.code, result.error["code"]) == (5, "incompatible_version"), verb
     assert cli.json("runs", "list").error["code"] == "incompatible_version"
+
+
+def test_with_one_place_tasks_go_in_compiled_order_also_those_without_effect(cli: Any) -> None:
+    """`first` was ready when `fails` was not yet: a failure that stands later in the plan does not take its place."""
+    cli.write(
+        "order.yaml",
+        "apiVersion: agentctl.dev/v1\n"
+        "kind: Workflow\n"
+        "metadata: {name: order}\n"
+        "spec:\n"
+        "  policy: {approval: never}\n"
+        "  actions: {put: {kind: builtin.memory.write}, ensure: {kind: builtin.assert}}\n"
+        "  tasks:\n"
+        "    - {id: p, uses: action:put, with: {key: one, value: 1}}\n"
+        "    - {id: first, uses: action:put, with: {key: two, value: 2}}\n"
+        "    - {id: fails, uses: action:ensure, needs: [p], with: {that: false}}\n"
+        "    - {id: never, uses: action:put, with: {key: three, value: 3}}\n",
+    )
+    result = cli.json("run", "order.yaml")
+    assert result.code == 4
+    tasks = cli.json("inspect", result.data["runId"]).data["tasks"]
+    assert [(task["taskId"], task["state"]) for task in tasks] == [
+        ("p", "succeeded"), ("first", "succeeded"), ("fails", "failed"), ("never", "cancelled"),
+    ]  # fmt: skip

@@ -724,3 +724,21 @@ def test_plans_are_stored_and_read_back_whole(build: Build) -> None:
     for spec in (CONDITION, ROUTER, LOOP, SUMMARIZE, NESTED):
         plan = build(spec)
         assert Plan.from_json(plan.to_json()) == plan
+
+
+# -- order -------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("places", [1, 8])
+def test_guards_of_more_tasks_than_a_batch_holds_are_decided_without_a_pause(table: Bench, places: int) -> None:
+    """The batches follow one another at once: nothing else would wake the driver."""
+    spec = (
+        f"  runtime: {{maxConcurrency: {places}}}\n"
+        "  policy: {approval: never}\n"
+        "  actions: {look: {kind: builtin.read}}\n"
+        "  inputs: {go: false}\n"
+        "  tasks:\n"
+        "    - {id: f, uses: action:look, when: inputs.go, with: {path: x},\n"
+        "       foreach: {maxItems: 1000, items: '${{ inputs.all }}'}}\n"
+    )
+    assert table.run(spec, {"all": list(range(700))}, looks=1).state == "succeeded"

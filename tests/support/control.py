@@ -69,13 +69,18 @@ class Bench:
         self,
         spec: str,
         inputs: Mapping[str, Any] | None = None,
+        *,
+        looks: int = 500,
     ) -> Outcome:
-        """Drive a `spec` to its end. Every few batches the driver leaves, and the next one begins from the database."""
+        """Drive a `spec` to its end. Every few batches the driver leaves, and the next one begins from the database.
+
+        `looks` is how often time passes at most: what waits for a later look needs more of them.
+        """
         document = document_from_source(parse_document((HEAD + spec).encode(), "flow.yaml"), base_dir=self.folder)
         plan = compile_workflow(document, inputs=inputs)
         merged = merge_inputs(document.model.spec.inputs, inputs)
         run_id = submit(self.store, document, plan, merged, ids=self.ids, base_path=self.folder, actor="tester").run_id
-        for _ in range(500):
+        for _ in range(looks):
             driver = self.driver()
             driver.tick()
             driver.close()
