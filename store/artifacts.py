@@ -43,6 +43,7 @@ from .records import (
     Fence,
     FinishedAttempt,
     NewArtifact,
+    SourceFile,
     StartRefused,
 )
 
@@ -109,26 +110,44 @@ class Artifacts:
 
     # -- ingestion -------------------------------------------------------------------------------------------------
 
-    def begin(self, claim: Claim, effect: EffectEnd | None, sizes: dict[str, int]) -> AttemptHeld | StartRefused | None:
-        """Confirm the effect that made the files, and reserve the bytes of each (path to size).
+    def begin(
+        self, claim: Claim, effect: EffectEnd | None, sizes: dict[str, int], sources: Sequence[SourceFile] = ()
+    ) -> AttemptHeld | StartRefused | None:
+        """Confirm the effect that made the files, write down how they are, and reserve the bytes of each (path to size).
 
-        From here on a death costs nothing: the next delivery finds the result recorded and ingests again. Returns
-        None when ingestion may go on, `AttemptHeld` when the bytes have to wait for others (the delivery is over), and
-        `StartRefused` when they never fit. Not durable. Raises `LeaseLost`.
+        From here on a death costs nothing: the next delivery finds the result and its `sources` recorded and ingests
+        those again. Returns None when ingestion may go on, `AttemptHeld` when the bytes have to wait for others (the
+        delivery is over), and `StartRefused` when they never fit. Not durable. Raises `LeaseLost`.
         """
         now = self._clock.now()
         with self._database.write() as tx:
             _require_held(tx, claim.fence)
+            if sources:
+                _record_sources(tx, claim.fence.attempt_id, sources)
             events: list[Event] = []
             answer = _begin(tx, claim, effect, sizes, events, now)
             audit.append(tx, claim.run_id, events, actor=claim.fence.holder, now=now)
         return answer
 
-    def keep(self, claim: Claim, staged: Sequence[tuple[str, Staged]], faults: Faults) -> None:
+    def recorded(self, attempt_id: int) -> tuple[list[SourceFile], bool]:
+        """What an earlier delivery has left: the declared files as they were then, and whether all bytes are stored."""
+        with self._database.read() as tx:
+            row = tx.execute(
+                "SELECT artifact_sources_json, artifacts_json FROM attempts WHERE attempt_id = ?", (attempt_id,)
+            ).fetchone()
+        sources, text = row if row is not None else (None, None)
+        kept = text is not None and all(
+            self.blobs.present(item["digest"], item["sizeBytes"]) for item in json.loads(text)
+        )
+        return [SourceFile(path, *map(int, facts)) for path, *facts in json.loads(sources or "[]")], kept
+
+    def keep(self, claim: Claim, staged: Sequence[tuple[str, Staged]], faults: Faults) -> StartRefused | None:
         """Place staged files and write their rows, their lease and the manifest of the attempt, under the lock.
 
-        What they have used of the budget is settled once per attempt and path. Not durable: a power cut before the
-        batch leaves an untracked blob, and the attempt is delivered again. Raises `LeaseLost`, and OSError.
+        What they have used of the budget is settled once per attempt and path; `StartRefused` tells that it was more
+        than the limit, so that the task fails (contract 6). Not durable: a power cut before the batch leaves an
+        untracked blob, and the attempt is delivered again. Raises `LeaseLost`, OSError, and `TaskFault` when an earlier
+        delivery has stored other bytes.
         """
         found = [NewArtifact(path, item.digest, item.size) for path, item in staged]
         with self.blobs.locked():
@@ -139,8 +158,9 @@ class Artifacts:
             with self._database.write() as tx:
                 _require_held(tx, claim.fence)
                 events: list[Event] = []
-                _record(tx, claim, found, events, now)
+                overdrawn = _record(tx, claim, found, events, now)
                 audit.append(tx, claim.run_id, events, actor=claim.fence.holder, now=now)
+        return None if overdrawn is None else StartRefused("budget", overdrawn)
 
     def give_up(self, claim: Claim, paths: Sequence[str]) -> None:
         """Release what was reserved for files that could not be stored."""
@@ -363,6 +383,12 @@ def _require_held(tx: Connection, fence: Fence) -> None:
         raise LeaseLost(f"attempt {fence.attempt_id}, delivery {fence.delivery} was taken away")
 
 
+def _record_sources(tx: Connection, attempt_id: int, sources: Sequence[SourceFile]) -> None:
+    # As text: a time in nanoseconds is more than the whole numbers of every JSON reader.
+    text = canonical([[item.path, str(item.size_bytes), str(item.modified_ns), str(item.inode)] for item in sources])
+    tx.execute("UPDATE attempts SET artifact_sources_json = ? WHERE attempt_id = ?", (text, attempt_id))
+
+
 def _begin(
     tx: Connection, claim: Claim, effect: EffectEnd | None, sizes: dict[str, int], events: list[Event], now: int
 ) -> AttemptHeld | StartRefused | None:
@@ -372,6 +398,7 @@ def _begin(
         if overdrawn is not None:
             return StartRefused("budget", overdrawn)
     estimates = {reservation_id(task_id, path): {DIMENSION: size} for path, size in sizes.items()}
+    _release_other_sizes(tx, claim, estimates, events)
     denied = ledger.reserve_together(tx, run_id, task_id, claim.number, estimates, events)
     if denied is None:
         return None
@@ -383,7 +410,28 @@ def _begin(
     return StartRefused("budget", denied)
 
 
-def _record(tx: Connection, claim: Claim, found: Sequence[NewArtifact], events: list[Event], now: int) -> None:
+def _release_other_sizes(
+    tx: Connection, claim: Claim, estimates: dict[str, dict[str, int]], events: list[Event]
+) -> None:
+    """Give back what is reserved for a file that has another size now: a reservation stands for its bytes alone."""
+    held = dict(
+        all_rows(
+            tx.execute(
+                "SELECT reservation_id, units FROM budget_reservations WHERE run_id = ? AND dispatch = ? "
+                "AND dimension = ? AND state = 'open' AND reservation_id IN (SELECT value FROM json_each(?))",
+                (claim.run_id, claim.number, DIMENSION, json.dumps(list(estimates))),
+            )
+        )
+    )
+    for name, units in held.items():
+        if units != estimates[name][DIMENSION]:
+            ledger.release(tx, claim.run_id, claim.task_id, name, claim.number, events)
+
+
+def _record(
+    tx: Connection, claim: Claim, found: Sequence[NewArtifact], events: list[Event], now: int
+) -> dict[str, object] | None:
+    """Write down what is stored; what that has exceeded, or None."""
     attempt_id = claim.fence.attempt_id
     for item in found:
         tx.execute(
@@ -393,9 +441,13 @@ def _record(tx: Connection, claim: Claim, found: Sequence[NewArtifact], events: 
         if known is None or known[0] != item.size_bytes:
             raise CorruptStore(f"{item.digest} is recorded with another size than {item.size_bytes}")
     # Another delivery of this attempt may have ingested before, and has paid for it.
-    paid = {
-        row[0] for row in tx.execute("SELECT logical_path FROM artifact_ingests WHERE attempt_id = ?", (attempt_id,))
-    }
+    paid: dict[str, str] = dict(
+        all_rows(tx.execute("SELECT logical_path, digest FROM artifact_ingests WHERE attempt_id = ?", (attempt_id,)))
+    )
+    if paid and paid != {item.path: item.digest for item in found}:
+        raise TaskFault(
+            "artifact_changed", "the files of this task are not those that an earlier delivery of it has stored"
+        )
     tx.execute("DELETE FROM artifact_ingests WHERE attempt_id = ?", (attempt_id,))
     tx.executemany(
         "INSERT INTO artifact_ingests VALUES (?,?,?,?,?,?,?,?,?)",
@@ -415,18 +467,21 @@ def _record(tx: Connection, claim: Claim, found: Sequence[NewArtifact], events: 
         ],
     )
     text = manifest(found)
+    overdrawn: dict[str, object] | None = None
     tx.execute("UPDATE attempts SET artifacts_json = ? WHERE attempt_id = ?", (text, attempt_id))
     for item in found:
         if item.path not in paid:
             name = reservation_id(claim.task_id, item.path)
             usage = {DIMENSION: item.size_bytes}
-            ledger.settle(tx, claim.run_id, claim.task_id, name, claim.number, usage, events, now=now)
+            over = ledger.settle(tx, claim.run_id, claim.task_id, name, claim.number, usage, events, now=now)
+            overdrawn = overdrawn or over
     payload = {
         "artifacts": len(found),
         "bytes": sum(item.size_bytes for item in found),
         "manifestDigest": text_digest(text),
     }
     events.append(Event("artifacts.ingested", claim.task_id, canonical(payload)))
+    return overdrawn
 
 
 def commit(
@@ -448,6 +503,7 @@ def commit(
         if tx.changes() != len(json.loads(text)):
             raise ConflictError(f"attempt {attempt_id} has not ingested what it says", run_id=run_id)
         tx.execute("DELETE FROM artifact_ingests WHERE attempt_id = ?", (attempt_id,))
+        tx.execute("UPDATE attempts SET artifact_sources_json = NULL WHERE attempt_id = ?", (attempt_id,))
         tx.execute("UPDATE tasks SET artifact_manifest_json = ? WHERE task_no = ?", (text, first_task + position))
         told.append([position, text_digest(text)])
     return told

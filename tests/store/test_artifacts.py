@@ -165,11 +165,41 @@ def test_a_second_delivery_ingests_again_and_pays_once(store: Store, driver: Dri
     assert ledger_line(store, "artifactBytes") == (100, 8, 0)
     store.rescue([(claim.fence.attempt_id, 1)], dead=[], why="x", actor="test")
     claim = hand.take()
-    ingest(store, claim, {"x": b"hello", "z": b"new!"})
-    assert ledger_line(store, "artifactBytes") == (100, 12, 0)
+    ingest(store, claim, {"x": b"hello", "y": b"old"})
+    assert ledger_line(store, "artifactBytes") == (100, 8, 0)
     hand.finish(claim)
     driver.commit()
-    assert [item["path"] for item in store.artifacts.references(None, None)] == ["x", "z"]
+    assert [item["path"] for item in store.artifacts.references(None, None)] == ["x", "y"]
+
+
+@pytest.mark.parametrize("other", [{"x": b"other"}, {"x": b"hello", "y": b"new"}, {"y": b"hello"}])
+def test_a_second_delivery_never_replaces_what_the_first_has_stored(
+    store: Store, driver: Driver, other: dict[str, bytes]
+) -> None:
+    driver.enqueue([0])
+    hand = Hand(store)
+    claim = hand.take()
+    ingest(store, claim, {"x": b"hello"})
+    store.rescue([(claim.fence.attempt_id, 1)], dead=[], why="x", actor="test")
+    claim = hand.take()
+    with pytest.raises(TaskFault) as caught:
+        ingest(store, claim, other)
+    assert caught.value.code == "artifact_changed"
+    assert rows(store, "SELECT logical_path, digest FROM artifact_ingests") == [("x", HELLO)]
+    for staged in list(store.artifacts.blobs.temporary()):
+        store.artifacts.blobs.discard(staged[0])
+
+
+def test_more_bytes_than_were_reserved_and_allowed_fail_the_task(store: Store, driver: Driver) -> None:
+    """Contract 6: what was used over the limit is shown, recorded as exceeded, and has a consequence."""
+    driver.enqueue([0])
+    hand = Hand(store)
+    claim = hand.take()
+    assert store.artifacts.begin(claim, None, {"x": 5}) is None
+    answer = store.artifacts.keep(claim, stage(store, {"x": b"y" * 200}), Faults(None))
+    assert isinstance(answer, StartRefused)
+    assert answer.detail == {"dimension": "artifactBytes", "limit": 100, "attempted": 200}
+    assert scalar(store, "SELECT exceeded_json IS NOT NULL FROM run_budgets")
 
 
 def test_missing_bytes_fail_their_own_task_only(store: Store, driver: Driver) -> None:

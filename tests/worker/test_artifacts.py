@@ -119,7 +119,7 @@ def test_what_is_opened_is_what_was_found(base: Path) -> None:
     (base / "w" / "out" / "deep").rename(base / "outside" / "deep")
     (base / "w" / "out" / "deep").symlink_to(base / "outside" / "deep")
     Path(a.place).unlink()
-    for item, code in ((a, "not_found"), (b, "artifact_refused"), (c, "policy_denied")):
+    for item, code in ((a, "artifact_changed"), (b, "artifact_refused"), (c, "policy_denied")):
         with pytest.raises(TaskFault) as caught:
             open_found(item, here)
         assert caught.value.code == code

@@ -222,3 +222,78 @@ def test_a_store_that_cannot_be_written_prevents_the_dispatch(make: Callable[...
     assert not os.path.exists(scene.folder / "ran")
     root.unlink()
     assert json.loads(canonical(error)) == error
+
+
+def dies_while_it_stores(scene: Scene, point: str = "after_staging") -> None:
+    """A worker that is gone at that point, and whose delivery the rescuer has settled."""
+
+    def die() -> None:
+        raise SystemExit
+
+    with pytest.raises(SystemExit):
+        scene.run(point, die)
+    fence = scene.claim.fence
+    assert scene.store.rescue([(fence.attempt_id, fence.delivery)], dead=[], why="x", actor="test") == ["ready"]
+
+
+@pytest.mark.parametrize(
+    ("what", "words"),
+    [("changed", "out/1' was"), ("grown", "out/1' has 5000 bytes, and had 4"), ("gone", "out/1' is gone")],
+)
+def test_what_changed_after_a_death_is_not_kept(make: Callable[..., Scene], what: str, words: str) -> None:
+    """The command's result is confirmed, and the files are those of that moment or none (seed)."""
+    scene = make()
+    dies_while_it_stores(scene)
+    target = scene.folder / "out" / "1"
+    if what == "gone":
+        target.unlink()
+    else:
+        target.write_text("two\n" if what == "changed" else "x" * 5000)
+        os.utime(target, ns=(1, 1))
+    ending = scene.run(name="worker-2")
+    error = scene.error(ending)
+    assert (error["code"], error["retryable"], error["details"]) == ("artifact_changed", False, {"path": "out/1"})
+    assert words in error["message"]
+    scene.finish(ending)
+    scene.driver.commit()
+    assert scene.executed() == 1
+    assert scene.store.artifacts.references("run-1", None) == []
+    assert ledger_line(scene.store, "artifactBytes") == (100, 0, 0)
+
+
+def test_what_came_after_a_death_is_not_kept(make: Callable[..., Scene]) -> None:
+    scene = make()
+    dies_while_it_stores(scene)
+    (scene.folder / "out" / "3").write_text("of somebody else")
+    ending = scene.run(name="worker-2")
+    scene.finish(ending)
+    scene.driver.commit()
+    assert [item["path"] for item in scene.store.artifacts.references("run-1", None)] == ["out/1", "out/2"]
+    assert rows(scene.store, "SELECT artifact_sources_json FROM attempts") == [(None,)]
+
+
+def test_what_was_stored_before_a_death_stays(make: Callable[..., Scene]) -> None:
+    """Everything is stored and only the end of the attempt is missing: the files are not looked at again."""
+    scene = make()
+    dies_while_it_stores(scene, "after_ingestion")
+    (scene.folder / "out" / "1").write_text("other")
+    (scene.folder / "out" / "2").unlink()
+    ending = scene.run(name="worker-2")
+    scene.finish(ending)
+    scene.driver.commit()
+    kept = {item["path"]: item["digest"] for item in scene.store.artifacts.references("run-1", None)}
+    assert kept == {"out/1": digest_of(b"one\n"), "out/2": digest_of(b"two\n")}
+    assert ledger_line(scene.store, "artifactBytes") == (100, 8, 0)
+
+
+def test_a_reservation_of_another_size_is_not_taken_for_the_bytes(make: Callable[..., Scene]) -> None:
+    """As an older agentctl has left it: reserved, and the files not written down."""
+    scene = make()
+    dies_while_it_stores(scene)
+    with scene.store.database.write() as tx:
+        tx.execute("UPDATE attempts SET artifact_sources_json = NULL")
+    (scene.folder / "out" / "1").write_text("x" * 5000)
+    ending = scene.run(name="worker-2")
+    error = scene.error(ending)
+    assert (error["code"], error["details"]["attempted"]) == ("budget_exceeded", 5004)
+    assert ledger_line(scene.store, "artifactBytes")[1] == 0
