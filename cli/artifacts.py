@@ -15,6 +15,7 @@ from .run import open_store, views_of
 
 EXIT_DAMAGED = 5
 SHOWN_DAMAGED = 20
+_DAMAGE = ("missing", "corrupt", "unreadable")
 
 
 @click.group(cls=VerbGroup)
@@ -79,16 +80,16 @@ def artifacts_inspect(settings: Settings, name: str) -> None:
 @click.option("--all", "everything", is_flag=True, help="Every blob; the same as no DIGEST.")
 @pass_settings
 def artifacts_verify(settings: Settings, name: str | None, everything: bool) -> None:
-    """Read and hash stored bytes, one blob or all. Exit 5 when something is missing or damaged."""
+    """Read and hash stored bytes, one blob or all. Exit 5 when something is missing, damaged or cannot be read."""
     if name is not None and everything:
         raise UsageError("give either a DIGEST or --all")
     with closing(open_store(settings)) as store:
         data = store.artifacts.verify(None if name is None else store.artifacts.find(name))
-    data["ok"] = not (data["missing"] or data["corrupt"])
+    data["ok"] = not any(data[word] for word in _DAMAGE)
 
     def human(out: Printer) -> None:
         out.line(f"{data['checked']} artifacts, {size(data['bytes'])}: {'all sound' if data['ok'] else 'damaged'}")
-        for word in ("missing", "corrupt"):
+        for word in _DAMAGE:
             for digest in data[word][:SHOWN_DAMAGED]:
                 out.line(f"  {out.paint(word, 'red')} {digest}")
             if len(data[word]) > SHOWN_DAMAGED:

@@ -49,6 +49,9 @@ from .records import (
 
 log = logging.getLogger(__name__)
 
+LOOKS = 512
+"""Blobs that are looked for in one hold of the lock; a look is two names and a row."""
+
 LEASE_MS = 60 * 60 * 1000
 """How long an ingestion is protected by its lease alone (seed)."""
 
@@ -113,7 +116,7 @@ class Artifacts:
     def begin(
         self, claim: Claim, effect: EffectEnd | None, sizes: dict[str, int], sources: Sequence[SourceFile] = ()
     ) -> AttemptHeld | StartRefused | None:
-        """Confirm the effect that made the files, write down how they are, and reserve the bytes of each (path to size).
+        """Confirm the effect that made the files, write down how they are, and reserve the bytes of each.
 
         From here on a death costs nothing: the next delivery finds the result and its `sources` recorded and ingests
         those again. Returns None when ingestion may go on, `AttemptHeld` when the bytes have to wait for others (the
@@ -280,13 +283,20 @@ class Artifacts:
                 ],
             }
         found["status"] = self.blobs.check(digest, found["sizeBytes"])
+        if found["status"] == "missing":
+            lost = self._lost({digest: found["sizeBytes"]})
+            if lost.get(digest) == "gone":
+                raise NotFoundError(f"there is no artifact {digest} any more: a collection has just removed it")
+            found["status"] = lost.get(digest, "ok")
         return found
 
     def verify(self, digest: str | None) -> dict[str, Any]:
-        """Read and hash one blob or all: `{checked, bytes, missing, corrupt, untracked}`; the lists hold digests.
+        """Read and hash one blob or all: `{checked, bytes, missing, corrupt, unreadable, untracked}`; the lists hold
+        digests.
 
-        Holds nothing while it reads. A blob that disappears meanwhile is missing only if its row is still there.
-        `untracked` are files without a row, which a collection removes when they are old enough.
+        Holds nothing while it reads. What a collection takes away meanwhile is not missing. `unreadable` is what the
+        disk or a permission does not give; it says nothing about the bytes. `untracked` are files without a row, which
+        a collection removes when they are old enough.
         """
         with self._database.read() as tx:
             sql = "SELECT digest, size_bytes FROM artifact_blobs "
@@ -294,14 +304,17 @@ class Artifacts:
                 rows = all_rows(tx.execute(sql + "ORDER BY digest"))
             else:
                 rows = all_rows(tx.execute(sql + "WHERE digest = ?", (digest,)))
-        missing: list[str] = []
-        corrupt: list[str] = []
+        found: dict[str, list[str]] = {"missing": [], "corrupt": [], "unreadable": []}
+        suspects: dict[str, int] = {}
         for each, size in rows:
             state = self.blobs.check(each, size)
-            if state == "missing" and not (self._known(each) and self.blobs.check(each, size) == "missing"):
-                continue
-            if state != "ok":
-                (missing if state == "missing" else corrupt).append(each)
+            if state == "missing":
+                suspects[each] = size
+            elif state != "ok":
+                found[state].append(each)
+        for each, state in self._lost(suspects).items():
+            if state in found:
+                found[state].append(each)
         untracked = []
         if digest is None:
             known = {row[0] for row in rows}
@@ -309,10 +322,36 @@ class Artifacts:
         return {
             "checked": len(rows),
             "bytes": sum(size for _, size in rows),
-            "missing": missing,
-            "corrupt": corrupt,
+            **{state: sorted(digests) for state, digests in found.items()},
             "untracked": untracked,
         }
+
+    def _lost(self, suspects: dict[str, int]) -> dict[str, str]:
+        """What is the matter with blobs (digest to size) that were not in their place: `missing`, `corrupt`,
+        `unreadable`, or `gone` together with their row. One that is there after all is left out.
+
+        A collection moves files and deletes their rows in one hold of the artifact lock, so only with the lock is it
+        certain that a row without its file has lost it. Where the lock is not to be had, both places are looked into.
+        """
+        answer: dict[str, str] = {}
+        digests = list(suspects)
+        for start in range(0, len(digests), LOOKS):
+            some = digests[start : start + LOOKS]
+            try:
+                with self.blobs.locked():
+                    rest = self._without_file(some)
+            except (LockHeld, EnvironmentFault):
+                rest = self._without_file(some)
+            answer.update(rest)
+            for each in some:
+                if each not in rest and (state := self.blobs.check_anywhere(each, suspects[each])) != "ok":
+                    answer[each] = "gone" if state == "missing" and not self._known(each) else state
+        return answer
+
+    def _without_file(self, digests: Sequence[str]) -> dict[str, str]:
+        """Those that lie neither in their place nor in the trash: `missing`, or `gone` if their row is, too."""
+        absent = [each for each in digests if not self.blobs.lies_about(each)]
+        return {each: "missing" if self._known(each) else "gone" for each in absent}
 
     def export(self, digest: str, destination: Path, *, overwrite: bool) -> int:
         """Copy a blob to a file that appears only when it is complete and verified; its size.
@@ -330,6 +369,8 @@ class Artifacts:
             try:
                 sound = self.blobs.copy_out(digest, descriptor)
             except FileNotFoundError as error:
+                if not self._known(digest):
+                    raise NotFoundError(f"there is no artifact {digest} any more: it was just removed") from error
                 raise _damaged(digest, "missing") from error
             if not sound:
                 raise _damaged(digest, "damaged")

@@ -229,15 +229,34 @@ class Blobs:
         return stat.S_ISREG(found.st_mode) and found.st_size == size
 
     def check(self, digest: str, size: int | None) -> str:
-        """`ok`, `missing` or `corrupt`: the blob's bytes are read and hashed."""
+        """`ok`, `missing`, `corrupt` or `unreadable` (permission, disk): the blob's bytes are read and hashed."""
+        return self._check(self.path_of(digest), digest, size)
+
+    def check_anywhere(self, digest: str, size: int | None) -> str:
+        """As `check`, also where a collection may have put it."""
+        state = self.check(digest, size)
+        return self._check(self._trash / digest.removeprefix(PREFIX), digest, size) if state == "missing" else state
+
+    def lies_about(self, digest: str) -> bool:
+        """Whether anything of that name is in its place or in the trash, or cannot be looked at."""
+        for place in (self.path_of(digest), self._trash / digest.removeprefix(PREFIX)):
+            try:
+                os.lstat(place)
+            except FileNotFoundError:
+                continue
+            except OSError:
+                return True
+            return True
+        return False
+
+    @staticmethod
+    def _check(path: Path, digest: str, size: int | None) -> str:
         try:
-            descriptor = os.open(self.path_of(digest), _READ)
+            descriptor = os.open(path, _READ)
         except FileNotFoundError:
             return "missing"
         except OSError as error:
-            if error.errno == errno.ELOOP:
-                return "corrupt"
-            raise
+            return "corrupt" if error.errno == errno.ELOOP else "unreadable"
         try:
             found = os.fstat(descriptor)
             if not stat.S_ISREG(found.st_mode) or (size is not None and found.st_size != size):
@@ -245,16 +264,34 @@ class Blobs:
             hasher = sha256()
             for piece in _pieces_of(descriptor, None, lambda: False):
                 hasher.update(piece)
+        except OSError:
+            return "unreadable"
         finally:
             os.close(descriptor)
         return "ok" if PREFIX + hasher.hexdigest() == digest else "corrupt"
 
     def copy_out(self, digest: str, target: int) -> bool:
-        """Copy a blob into an open file and say whether the bytes are those of its name. Raises FileNotFoundError."""
-        descriptor = os.open(self.path_of(digest), _READ)
+        """Copy a blob into an open file and say whether the bytes are those of its name.
+
+        Raises FileNotFoundError, `EnvironmentFault` for what cannot be read, and OSError for what cannot be written.
+        """
+        path = self.path_of(digest)
+        try:
+            descriptor = os.open(path, _READ)
+        except FileNotFoundError:
+            raise
+        except OSError as error:
+            raise _unreadable(path, error) from error
         try:
             hasher = sha256()
-            for piece in _pieces_of(descriptor, None, lambda: False):
+            pieces = _pieces_of(descriptor, None, lambda: False)
+            while True:
+                try:
+                    piece = next(pieces, None)
+                except OSError as error:
+                    raise _unreadable(path, error) from error
+                if piece is None:
+                    break
                 hasher.update(piece)
                 while piece:
                     piece = piece[os.write(target, piece) :]
@@ -324,6 +361,12 @@ class Blobs:
                 self.discard(path)
                 removed += 1
         return removed
+
+
+def _unreadable(path: Path, error: OSError) -> EnvironmentFault:
+    return EnvironmentFault(
+        f"cannot read {path}: {error.strerror}", remedy="check its permissions and the disk, or take it from a backup"
+    )
 
 
 def store_path(digest: str) -> str:
