@@ -209,7 +209,7 @@ class Artifacts:
                         self.blobs.purge(digest)
         except LockHeld:
             log.info("a collection is under way, or an interrupted one waits for its end until the next opening")
-        except OSError as error:
+        except (OSError, EnvironmentFault) as error:
             log.warning("an interrupted collection of artifacts could not be finished: %s", error)
 
     def _known(self, digest: str) -> bool:

@@ -103,14 +103,17 @@ class Blobs:
     @contextmanager
     def locked(self, name: str = ".lock", *, patient: bool = True) -> Iterator[None]:
         """Hold one of the two locks. Raises `LockHeld`, which names the holder when it stays taken for a minute, or
-        at once without patience.
+        at once without patience, and `EnvironmentFault` where the folder cannot be written.
 
         Terminal stops wait meanwhile: who is stopped with the lock would stop everybody.
         """
         from filelock import FileLock, Timeout
 
-        self._make()
         path = self.root / name
+        try:
+            self._make()
+        except OSError as error:
+            raise store_fault(path, error) from error
         lock = FileLock(path, mode=0o600, poll_interval=LOCK_POLL_SECONDS)
         before = signal.pthread_sigmask(signal.SIG_BLOCK, _STOPS)
         try:
@@ -127,6 +130,8 @@ class Blobs:
                         f"{path} stayed locked for {LOCK_PATIENCE_SECONDS:.0f} s; {self._holder(path)}",
                         remedy="wait for that process, or end it if it hangs",
                     ) from None
+            except OSError as error:
+                raise store_fault(path, error) from error
             try:
                 yield
             finally:
@@ -213,6 +218,8 @@ class Blobs:
             os.link(staged.path, target)
         except FileExistsError:
             found = os.lstat(target)
+            if stat.S_ISDIR(found.st_mode):
+                raise IsADirectoryError(errno.EISDIR, "a folder is in the place of a blob", str(target)) from None
             if found.st_ino == staged.damaged or not stat.S_ISREG(found.st_mode) or found.st_size != staged.size:
                 os.replace(staged.path, target)
         sync_folder(target.parent)
@@ -361,6 +368,20 @@ class Blobs:
                 self.discard(path)
                 removed += 1
         return removed
+
+
+def store_fault(place: Path, error: OSError) -> EnvironmentFault:
+    """What a failed write in the artifact folder means to a person; `place` unless the error names one."""
+    where = error.filename2 or error.filename or place
+    if error.errno in (errno.ENOSPC, errno.EDQUOT):
+        remedy = "free some space"
+    elif error.errno == errno.EROFS:
+        remedy = "it is mounted read-only: mount it writable"
+    elif error.errno in (errno.EACCES, errno.EPERM):
+        remedy = "give this user write permission in the folder of artifacts and everything in it"
+    else:
+        remedy = "check the folder of artifacts and its disk"
+    return EnvironmentFault(f"cannot write the artifact store at {where}: {error.strerror}", remedy=remedy)
 
 
 def _unreadable(path: Path, error: OSError) -> EnvironmentFault:

@@ -127,6 +127,30 @@ def test_a_read_only_store_is_refused_before_a_run_exists(field: Field) -> None:
 
 @mounts
 @pytest.mark.timeout(300)
+def test_collections_of_a_read_only_store_change_nothing(field: Field) -> None:
+    """`gc` removes no run whose artifacts it could not collect, and each verb says where, why and what to do."""
+    file = keeping(field)
+    root = field.database.parent / "artifacts"
+    (field.folder / "out").mkdir()
+    (field.folder / "out" / "result.txt").write_text("result")
+    assert field.json("run", file).code == 0
+    read_only = inside(f"mount --bind {root} {root}", f"mount -o remount,bind,ro {root}")
+    old = ("--older-than-days", "0")
+    for words in (("gc", *old), ("artifacts", "gc", *old), ("db", "backup", str(field.root / "backup"))):
+        refused = field.json(*words, prefix=read_only)
+        assert (refused.code, refused.error["code"]) == (5, "environment"), words
+        assert str(root) in refused.error["message"]
+        assert "read-only" in refused.error["message"].lower()
+        assert refused.error["remedy"]
+    assert field.scalar("SELECT COUNT(*) FROM runs") == 1
+    assert not (field.root / "backup").exists()
+    assert field.json("gc", *old, "--dry-run", prefix=read_only).code == 0
+    assert len(field.json("gc", *old).data["runs"]["removed"]) == 1
+    field.check_clean_end()
+
+
+@mounts
+@pytest.mark.timeout(300)
 def test_a_worker_that_cannot_store_dispatches_nothing(field: Field) -> None:
     """The run was submitted where the store can be written; the pool sees it read-only."""
     file = keeping(field)
