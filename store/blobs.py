@@ -349,9 +349,11 @@ class Blobs:
         return [PREFIX + entry.name for entry in _scan(self._trash) if _is_hex(entry.name)]
 
     def temporary(self) -> list[tuple[Path, Liveness, os.stat_result]]:
-        """Every file in `tmp/` with what is known of its writer; a name that tells of none is `unknown`."""
+        """Every file in `tmp/`, and in `trash/` what is no blob, with what is known of its writer; a name that tells
+        of none is `unknown`."""
         found = []
-        for entry in _scan(self._tmp):
+        strange = (entry for entry in _scan(self._trash) if not _is_hex(entry.name))
+        for entry in itertools.chain(_scan(self._tmp), strange):
             with suppress(FileNotFoundError):
                 found.append((Path(entry.path), _liveness(entry.name), entry.stat(follow_symlinks=False)))
         return found

@@ -10,6 +10,7 @@ Wherever it dies, the next opening of the store finishes it: a file in the trash
 from __future__ import annotations
 
 import json
+import stat
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -136,6 +137,8 @@ class Collector:
         old = []
         for path, liveness, status in self._blobs.temporary():
             since = status.st_mtime_ns // 1_000_000
+            if stat.S_ISDIR(status.st_mode):
+                continue  # nothing of ours, and no file
             if liveness is Liveness.DEAD or (
                 liveness is Liveness.UNKNOWN and since <= min(cutoff, self._clock.now() - UNKNOWN_WRITER_MS)
             ):

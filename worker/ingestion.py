@@ -2,8 +2,9 @@
 
 The effect is confirmed first, in the transaction that reserves the bytes and writes down how the files are. So a worker
 that dies while it copies leaves nothing in doubt: the next delivery finds the result recorded and only ingests again,
-those files and no others; one that has changed meanwhile fails the task instead of being kept as what the command left.
-Files are copied, hashed and synced without any lock; the lock is held for names and rows alone.
+those files and no others; one that has changed meanwhile fails the task instead of being kept as its result. A store
+that cannot take the bytes now (a full disk, a lock that nobody lets go) is no fault of the task: its run pauses. Files
+are copied, hashed and synced without any lock; the lock is held for names and rows alone.
 """
 
 from __future__ import annotations
@@ -15,10 +16,9 @@ from dataclasses import dataclass
 
 from agentctl.store.blobs import Interrupted, Staged
 from agentctl.store.engine import Store
-from agentctl.store.errors import LockHeld, TaskFault
+from agentctl.store.errors import EnvironmentFault, LockHeld, TaskFault
 from agentctl.store.faults import Faults
 from agentctl.store.records import AttemptHeld, Claim, EffectEnd, SourceFile, StartRefused
-from agentctl.store.states import may_repeat
 
 from .effects import CancelToken, Declared, EffectPlan, Keeps, Written
 from .effects.artifacts import Found, as_recorded, find, open_found, require_unchanged
@@ -27,12 +27,14 @@ from .effects.artifacts import Found, as_recorded, find, open_found, require_unc
 @dataclass(frozen=True, slots=True)
 class Ingested:
     """How it went. `answer` ends the delivery instead (budget); `fault` fails the attempt; `stopped` is the reason of
-    the cancel token. With `confirmed` the end of the effect is recorded already."""
+    the cancel token; `obstacle` is why the store cannot take the bytes now. With `confirmed` the end of the effect is
+    recorded already."""
 
     confirmed: bool
     answer: AttemptHeld | StartRefused | None = None
     fault: TaskFault | None = None
     stopped: str | None = None
+    obstacle: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,18 +88,26 @@ class Ingestion:
             self._faults.reach("after_staging")
             overdrawn = self._artifacts.keep(claim, staged, self._faults)
         except Interrupted:
-            self._give_up(claim, sources)
+            self._give_up(claim, sources, staged)
             return Ingested(True, stopped=self._token.reason)
-        except (TaskFault, OSError, LockHeld) as error:
-            self._give_up(claim, sources)
-            return Ingested(True, fault=_as_fault(error, plan))
+        except TaskFault as fault:
+            self._give_up(claim, sources, staged)
+            return Ingested(True, fault=fault)
+        except (OSError, LockHeld, EnvironmentFault) as error:
+            self._give_up(claim, sources, staged)
+            return Ingested(True, obstacle=_obstacle(claim, error))
         finally:
-            for _, item in staged:
-                self._artifacts.blobs.discard(item.path)
+            self._discard(staged)
         self._faults.reach("after_ingestion")
         return Ingested(True, answer=overdrawn)
 
-    def _give_up(self, claim: Claim, sources: list[_Source]) -> None:
+    def _discard(self, staged: list[tuple[str, Staged]]) -> None:
+        for _, item in staged:
+            self._artifacts.blobs.discard(item.path)
+
+    def _give_up(self, claim: Claim, sources: list[_Source], staged: list[tuple[str, Staged]]) -> None:
+        # The copies go first: on a full disk they are what leaves no room for the database.
+        self._discard(staged)
         self._artifacts.give_up(claim, [source.path for source in sources])
 
     def _sources(self, keeps: Keeps, limit: int, known: list[SourceFile]) -> list[_Source]:
@@ -149,16 +159,16 @@ class Ingestion:
         return staged
 
 
-def _as_fault(error: Exception, plan: EffectPlan) -> TaskFault:
-    """Why the bytes could not be stored. Another attempt may help, where its effect may be repeated."""
-    if isinstance(error, TaskFault):
-        return error
-    again = may_repeat(plan.effect_class, plan.idempotency)
+def _obstacle(claim: Claim, error: OSError | LockHeld | EnvironmentFault) -> str:
+    """Why the store cannot take the bytes now, and what a person can do; kept as the reason of the pause."""
     if isinstance(error, OSError):
         full = error.errno in (errno.ENOSPC, errno.EDQUOT)
-        code = "artifact_store_full" if full else "artifact_store"
-        place = f" ({error.filename})" if error.filename else ""
-        advice = "; free some space, the files themselves are where the task left them" if full else ""
-        message = f"the artifacts of this task could not be stored: {error.strerror}{place}{advice}"
-        return TaskFault(code, message, retryable=again, details={"errno": error.errno})
-    return TaskFault("artifact_store", f"the artifacts of this task could not be stored: {error}", retryable=again)
+        where = error.filename2 or error.filename
+        why = f"{error.strerror} ({where})" if where else str(error.strerror)
+        remedy = "free some space" if full else "see to the folder of artifacts"
+    else:
+        why, remedy = error.message, error.remedy or "see to the folder of artifacts"
+    return (
+        f"the artifacts of {claim.task_id} could not be stored: {why}; its effect has succeeded and is recorded, its "
+        f"files stay where they are: {remedy}, then `agentctl resume {claim.run_id}` stores them"
+    )

@@ -705,3 +705,19 @@ def test_what_cannot_be_read_is_listed_and_the_rest_is_looked_at(store: Store, t
     with pytest.raises(EnvironmentFault, match=f"cannot read {target}"):
         store.artifacts.export(digests[0], tmp_path / "out", overwrite=False)
     assert not (tmp_path / "out").exists()
+
+
+def test_strange_files_in_the_trash_go_when_they_are_old(store: Store, clock: ManualClock) -> None:
+    """Names that no collection gives are nobody's: a day at least, then as old as is asked for; folders stay."""
+    root = store.artifacts.blobs.root
+    litter(store, b"x")
+    for folder in ("tmp", "trash"):
+        (root / folder / "folder").mkdir()
+    strange = root / "trash" / "notes.txt"
+    strange.write_text("x")
+    moment = clock.now() * 1_000_000
+    os.utime(strange, ns=(moment, moment))
+    assert collect(store)["temporaryFilesRemoved"] == 0
+    clock.advance(25 * HOUR)
+    assert collect(store)["temporaryFilesRemoved"] == 1
+    assert names_in(root / "trash") == ["folder"]

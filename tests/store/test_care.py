@@ -346,7 +346,9 @@ def test_runs_stay_when_their_artifacts_cannot_be_collected(store: Store, clock:
     else:
         place.mkdir()
     with pytest.raises(EnvironmentFault) as caught:
-        collect_runs(store.database, store.artifacts, clock, Faults(None), older_than_ms=0, states=STATES, dry_run=False)
+        collect_runs(
+            store.database, store.artifacts, clock, Faults(None), older_than_ms=0, states=STATES, dry_run=False
+        )
     assert str(place) in caught.value.message
     assert caught.value.remedy
     assert rows(store, "SELECT run_id FROM runs") == [("run-0",)]

@@ -65,6 +65,29 @@ def find(declared: Declared) -> list[Found]:
     return [found[path] for path in sorted(found)]
 
 
+def refuse_out_of_reach(declared: Declared) -> None:
+    """Raise `policy_denied` for a pattern that can name nothing under a writable root, before its command runs.
+
+    Of a name its folder is resolved, of a glob the folders before its first wildcard: it may begin above a root. Links
+    that the command makes are not foreseen; what is found at last is looked at again (`find`).
+    """
+    for pattern in declared.patterns:
+        whole = os.path.join(declared.workspace, pattern)
+        if has_magic(pattern):
+            wildcard = next(index for index, letter in enumerate(pattern) if letter in "*?[")
+            place = os.path.realpath(os.path.join(declared.workspace, os.path.dirname(pattern[:wildcard])))
+            reachable = writable(place, declared.roots) or any(is_inside(root, place) for root in declared.roots)
+        else:
+            folder = os.path.realpath(os.path.dirname(whole))
+            reachable = writable(os.path.join(folder, os.path.basename(whole)), declared.roots)
+        if not reachable:
+            raise TaskFault(
+                "policy_denied",
+                f"the artifact {pattern!r} is not under a writable root; name its folder in policy.writableRoots",
+                details={"path": pattern},
+            )
+
+
 def _matches(pattern: str, workspace: str) -> Iterator[str]:
     whole = os.path.join(workspace, pattern)
     if has_magic(pattern):
