@@ -281,7 +281,7 @@ def dies_while_it_stores(scene: Scene, point: str = "after_staging") -> None:
 
 @pytest.mark.parametrize(
     ("what", "words"),
-    [("changed", "out/1' was"), ("grown", "out/1' has 5000 bytes, and had 4"), ("gone", "out/1' is gone")],
+    [("changed", "written to"), ("grown", "5000 bytes instead of 4"), ("gone", "it is gone")],
 )
 def test_what_changed_after_a_death_is_not_kept(make: Callable[..., Scene], what: str, words: str) -> None:
     """The command's result is confirmed, and the files are those of that moment or none (seed)."""

@@ -152,7 +152,7 @@ def open_found(item: Found, declared: Declared) -> int:
         descriptor = os.open(item.place, _FLAGS)
     except OSError as error:
         if isinstance(error, FileNotFoundError | NotADirectoryError):
-            raise _changed(item, "is gone") from error
+            raise _changed(item, "it is gone") from error
         if error.errno == errno.ELOOP:
             raise TaskFault("artifact_refused", f"{item.path!r} has become a symbolic link") from error
         raise io_fault(item.path, error) from error
@@ -171,17 +171,17 @@ def open_found(item: Found, declared: Declared) -> int:
 def require_unchanged(item: Found, status: os.stat_result) -> None:
     """Raise `artifact_changed` unless an open file is the one that was found, with its size and its last change."""
     if status.st_size != item.size:
-        raise _changed(item, f"has {status.st_size} bytes, and had {item.size}")
+        raise _changed(item, f"{status.st_size} bytes instead of {item.size}")
     if status.st_ino != item.inode:
-        raise _changed(item, "was replaced by another file")
+        raise _changed(item, "it is another file")
     if status.st_mtime_ns != item.modified:
-        raise _changed(item, "was written to")
+        raise _changed(item, "it was written to")
 
 
 def _changed(item: Found, how: str) -> TaskFault:
     return TaskFault(
         "artifact_changed",
-        f"{item.path!r} {how} since the command ended, so what it left cannot be kept any more; "
+        f"{item.path!r} has changed since the command ended ({how}), so what it left cannot be kept any more; "
         "run the task again in a new run, and let nothing else write there meanwhile",
         details={"path": item.path},
     )
