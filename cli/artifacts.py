@@ -7,14 +7,15 @@ from pathlib import Path
 from typing import Any
 
 import click
-from agentctl.store.errors import UsageError
+from agentctl.store.errors import NotFoundError, UsageError
 
 from .main import Settings, VerbGroup, pass_settings
-from .render import Printer, clean, size, when
+from .render import Printer, clean, counted, size, when
 from .run import open_store, views_of
 
 EXIT_DAMAGED = 5
 SHOWN_DAMAGED = 20
+_DAMAGE = ("missing", "corrupt", "unreadable")
 
 
 @click.group(cls=VerbGroup)
@@ -33,6 +34,8 @@ def artifacts_list(settings: Settings, run_name: str | None, task_id: str | None
     with closing(open_store(settings)) as store:
         run_id = None if run_name is None else views_of(store).find_run(run_name)
         found = store.artifacts.references(run_id, task_id)
+        if not found and run_id is not None and task_id is not None:
+            _require_task(store.artifacts.has_task(run_id, task_id), run_id, task_id)
         data: dict[str, Any] = {"runId": run_id, "taskId": task_id, "references": found}
         if run_id is None:
             data["blobs"] = store.artifacts.stored()
@@ -48,6 +51,11 @@ def artifacts_list(settings: Settings, run_name: str | None, task_id: str | None
         out.table(("DIGEST", "SIZE", "TASK", "PATH", "RUN"), rows)
 
     Printer(settings).result("ArtifactList", data, human)
+
+
+def _require_task(known: bool, run_id: str, task_id: str) -> None:
+    if not known:
+        raise NotFoundError(f"{run_id} has no task {task_id}", remedy=f"`agentctl inspect {run_id}` shows its tasks")
 
 
 @artifacts.command("inspect")
@@ -79,22 +87,25 @@ def artifacts_inspect(settings: Settings, name: str) -> None:
 @click.option("--all", "everything", is_flag=True, help="Every blob; the same as no DIGEST.")
 @pass_settings
 def artifacts_verify(settings: Settings, name: str | None, everything: bool) -> None:
-    """Read and hash stored bytes, one blob or all. Exit 5 when something is missing or damaged."""
+    """Read and hash stored bytes, one blob or all. Exit 5 when something is missing, damaged or cannot be read."""
     if name is not None and everything:
         raise UsageError("give either a DIGEST or --all")
     with closing(open_store(settings)) as store:
         data = store.artifacts.verify(None if name is None else store.artifacts.find(name))
-    data["ok"] = not (data["missing"] or data["corrupt"])
+    data["ok"] = not any(data[word] for word in _DAMAGE)
 
     def human(out: Printer) -> None:
-        out.line(f"{data['checked']} artifacts, {size(data['bytes'])}: {'all sound' if data['ok'] else 'damaged'}")
-        for word in ("missing", "corrupt"):
+        out.line(
+            f"{counted(data['checked'], 'artifact')}, {size(data['bytes'])}: {'all sound' if data['ok'] else 'damaged'}"
+        )
+        for word in _DAMAGE:
             for digest in data[word][:SHOWN_DAMAGED]:
                 out.line(f"  {out.paint(word, 'red')} {digest}")
             if len(data[word]) > SHOWN_DAMAGED:
                 out.line(f"  and {len(data[word]) - SHOWN_DAMAGED} more {word}")
         if data["untracked"]:
-            out.line(f"  {len(data['untracked'])} files without a record; `agentctl artifacts gc` removes old ones")
+            count = counted(len(data["untracked"]), "file")
+            out.line(f"  {count} without a record; `agentctl artifacts gc` removes old ones")
 
     Printer(settings).result("ArtifactVerification", data, human)
     if not data["ok"]:
@@ -103,17 +114,22 @@ def artifacts_verify(settings: Settings, name: str | None, everything: bool) -> 
 
 @artifacts.command("export")
 @click.argument("name", metavar="DIGEST")
-@click.argument("destination", metavar="DEST", type=click.Path(path_type=Path))
+@click.argument("destination", metavar="DEST", type=click.Path())
 @click.option("--overwrite", is_flag=True, help="Replace a file that is there.")
 @pass_settings
-def artifacts_export(settings: Settings, name: str, destination: Path, overwrite: bool) -> None:
+def artifacts_export(settings: Settings, name: str, destination: str, overwrite: bool) -> None:
     """Copy a blob to a file. DEST appears when the bytes are complete and verified, or not at all."""
+    if destination == "-":
+        raise UsageError(
+            "bytes are exported to a file, since they are verified before they appear; '-' is none",
+            remedy="give the name of a file, or ./- for one of that name",
+        )
     with closing(open_store(settings)) as store:
         digest = store.artifacts.find(name)
-        written = store.artifacts.export(digest, destination, overwrite=overwrite)
-    data = {"digest": digest, "path": str(destination), "sizeBytes": written}
+        written = store.artifacts.export(digest, Path(destination), overwrite=overwrite)
+    data = {"digest": digest, "path": destination, "sizeBytes": written}
     Printer(settings).result(
-        "ArtifactExport", data, lambda out: out.line(f"{digest} -> {clean(str(destination))}, {size(written)}")
+        "ArtifactExport", data, lambda out: out.line(f"{digest} -> {clean(destination)}, {size(written)}")
     )
 
 
@@ -130,7 +146,7 @@ def artifacts_export(settings: Settings, name: str, destination: Path, overwrite
 def artifacts_gc(settings: Settings, days: int, dry_run: bool) -> None:
     """Remove stored bytes that no run refers to, and what the dead have left half-written.
 
-    What a running or uncommitted task has stored stays, and so does everything that was stored within the last hour.
+    What a running or uncommitted task has stored stays, and for an hour what a task that has failed has stored.
     """
     from agentctl.store.collection import DAY_MS, Collector
     from agentctl.store.faults import Faults
@@ -143,8 +159,8 @@ def artifacts_gc(settings: Settings, days: int, dry_run: bool) -> None:
     def human(out: Printer) -> None:
         verb = "would be removed" if dry_run else "removed"
         count = data["considered"] if dry_run else len(data["removed"])
-        out.line(f"{count} artifacts {verb}, {size(data['reclaimedBytes'])}")
+        out.line(f"{counted(count, 'artifact')} {verb}, {size(data['reclaimedBytes'])}")
         if data["temporaryFilesConsidered"]:
-            out.line(f"{data['temporaryFilesConsidered']} unfinished files {verb}")
+            out.line(f"{counted(data['temporaryFilesConsidered'], 'unfinished file')} {verb}")
 
     Printer(settings).result("ArtifactCollection", data, human)

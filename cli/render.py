@@ -238,6 +238,11 @@ def duration(milliseconds: float) -> str:
     return f"{int(seconds) // 3600} h {int(seconds) % 3600 // 60} min"
 
 
+def counted(number: int, one: str, many: str | None = None) -> str:
+    """A number with its noun: `1 run`, `2 runs`."""
+    return f"{number} {one if number == 1 else many or one + 's'}"
+
+
 def size(number: int) -> str:
     """A number of bytes for people."""
     amount = float(number)

@@ -696,9 +696,9 @@ def _outcome_for_people(out: Printer, views: Views, outcome: dict[str, Any]) -> 
 
 
 def _why(outcome: dict[str, Any]) -> str:
-    """The reason of a state, and what whoever cancelled the run has said."""
-    said = outcome["cancelReason"]
-    return f"{outcome['reason']}: {clean(said)}" if said and outcome["state"] == "cancelled" else str(outcome["reason"])
+    """The reason of a state, and what whoever cancelled or paused the run has said."""
+    said = {"cancelled": outcome["cancelReason"], "paused": outcome["pauseReason"]}.get(outcome["state"])
+    return f"{outcome['reason']}: {clean(said)}" if said else str(outcome["reason"])
 
 
 def _same_fault(one: Any, other: Any) -> bool:

@@ -45,6 +45,9 @@ def _status_for_people(out: Printer, data: dict[str, Any], now: int) -> None:
     if data["cancelRequestedAt"] is not None:
         said = f": {clean(data['cancelReason'])}" if data["cancelReason"] else ""
         out.line(f"cancel    requested {when(data['cancelRequestedAt'])}{said}")
+    if data["pauseRequestedAt"] is not None:
+        said = f": {clean(data['pauseReason'])}" if data["pauseReason"] else ""
+        out.line(f"pause     requested {when(data['pauseRequestedAt'])}{said}")
     counts = data["taskCounts"]
     out.line(f"tasks     {ended(counts)} of {sum(counts.values())} ended: {counts_text(counts)}")
     if not over:

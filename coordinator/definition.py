@@ -977,7 +977,7 @@ def _diagnostic(source: YamlDocument, error: ErrorDetails) -> Diagnostic:
     path: tuple[str | int, ...] = error["loc"][:-1] if on_key else error["loc"]
     code, help_text = "schema_violation", None
     owners = _models_along(path)
-    name = str(path[-1]) if path else "document"
+    name = "document" if not path else "the entry" if isinstance(path[-1], int) else str(path[-1])
     value = error["input"]
     if kind == "agentctl":
         path = (*path, *context["at"])

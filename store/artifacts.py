@@ -43,10 +43,14 @@ from .records import (
     Fence,
     FinishedAttempt,
     NewArtifact,
+    SourceFile,
     StartRefused,
 )
 
 log = logging.getLogger(__name__)
+
+LOOKS = 512
+"""Blobs that are looked for in one hold of the lock; a look is two names and a row."""
 
 LEASE_MS = 60 * 60 * 1000
 """How long an ingestion is protected by its lease alone (seed)."""
@@ -109,26 +113,44 @@ class Artifacts:
 
     # -- ingestion -------------------------------------------------------------------------------------------------
 
-    def begin(self, claim: Claim, effect: EffectEnd | None, sizes: dict[str, int]) -> AttemptHeld | StartRefused | None:
-        """Confirm the effect that made the files, and reserve the bytes of each (path to size).
+    def begin(
+        self, claim: Claim, effect: EffectEnd | None, sizes: dict[str, int], sources: Sequence[SourceFile] = ()
+    ) -> AttemptHeld | StartRefused | None:
+        """Confirm the effect that made the files, write down how they are, and reserve the bytes of each.
 
-        From here on a death costs nothing: the next delivery finds the result recorded and ingests again. Returns
-        None when ingestion may go on, `AttemptHeld` when the bytes have to wait for others (the delivery is over), and
-        `StartRefused` when they never fit. Not durable. Raises `LeaseLost`.
+        From here on a death costs nothing: the next delivery finds the result and its `sources` recorded and ingests
+        those again. Returns None when ingestion may go on, `AttemptHeld` when the bytes have to wait for others (the
+        delivery is over), and `StartRefused` when they never fit. Not durable. Raises `LeaseLost`.
         """
         now = self._clock.now()
         with self._database.write() as tx:
             _require_held(tx, claim.fence)
+            if sources:
+                _record_sources(tx, claim.fence.attempt_id, sources)
             events: list[Event] = []
             answer = _begin(tx, claim, effect, sizes, events, now)
             audit.append(tx, claim.run_id, events, actor=claim.fence.holder, now=now)
         return answer
 
-    def keep(self, claim: Claim, staged: Sequence[tuple[str, Staged]], faults: Faults) -> None:
+    def recorded(self, attempt_id: int) -> tuple[list[SourceFile], bool]:
+        """What an earlier delivery has left: the declared files as they were then, and whether all bytes are stored."""
+        with self._database.read() as tx:
+            row = tx.execute(
+                "SELECT artifact_sources_json, artifacts_json FROM attempts WHERE attempt_id = ?", (attempt_id,)
+            ).fetchone()
+        sources, text = row if row is not None else (None, None)
+        kept = text is not None and all(
+            self.blobs.present(item["digest"], item["sizeBytes"]) for item in json.loads(text)
+        )
+        return [SourceFile(path, *map(int, facts)) for path, *facts in json.loads(sources or "[]")], kept
+
+    def keep(self, claim: Claim, staged: Sequence[tuple[str, Staged]], faults: Faults) -> StartRefused | None:
         """Place staged files and write their rows, their lease and the manifest of the attempt, under the lock.
 
-        What they have used of the budget is settled once per attempt and path. Not durable: a power cut before the
-        batch leaves an untracked blob, and the attempt is delivered again. Raises `LeaseLost`, and OSError.
+        What they have used of the budget is settled once per attempt and path; `StartRefused` tells that it was more
+        than the limit, so that the task fails (contract 6). Not durable: a power cut before the batch leaves an
+        untracked blob, and the attempt is delivered again. Raises `LeaseLost`, OSError, and `TaskFault` when an earlier
+        delivery has stored other bytes.
         """
         found = [NewArtifact(path, item.digest, item.size) for path, item in staged]
         with self.blobs.locked():
@@ -139,8 +161,9 @@ class Artifacts:
             with self._database.write() as tx:
                 _require_held(tx, claim.fence)
                 events: list[Event] = []
-                _record(tx, claim, found, events, now)
+                overdrawn = _record(tx, claim, found, events, now)
                 audit.append(tx, claim.run_id, events, actor=claim.fence.holder, now=now)
+        return None if overdrawn is None else StartRefused("budget", overdrawn)
 
     def give_up(self, claim: Claim, paths: Sequence[str]) -> None:
         """Release what was reserved for files that could not be stored."""
@@ -186,7 +209,7 @@ class Artifacts:
                         self.blobs.purge(digest)
         except LockHeld:
             log.info("a collection is under way, or an interrupted one waits for its end until the next opening")
-        except OSError as error:
+        except (OSError, EnvironmentFault) as error:
             log.warning("an interrupted collection of artifacts could not be finished: %s", error)
 
     def _known(self, digest: str) -> bool:
@@ -217,6 +240,12 @@ class Artifacts:
         """References of all runs, of one run or of one task, in order of run, task and path."""
         with self._database.read() as tx:
             return list(references(tx, run_id, task_id))
+
+    def has_task(self, run_id: str, task_id: str) -> bool:
+        """Whether a run has a task of that name."""
+        with self._database.read() as tx:
+            found = tx.execute("SELECT 1 FROM tasks WHERE run_id = ? AND task_id = ?", (run_id, task_id)).fetchone()
+        return found is not None
 
     def stored(self) -> list[dict[str, Any]]:
         """Every blob: `digest, sizeBytes, createdAt, references, leasedUntil, storePath`."""
@@ -260,13 +289,20 @@ class Artifacts:
                 ],
             }
         found["status"] = self.blobs.check(digest, found["sizeBytes"])
+        if found["status"] == "missing":
+            lost = self._lost({digest: found["sizeBytes"]})
+            if lost.get(digest) == "gone":
+                raise NotFoundError(f"there is no artifact {digest} any more: a collection has just removed it")
+            found["status"] = lost.get(digest, "ok")
         return found
 
     def verify(self, digest: str | None) -> dict[str, Any]:
-        """Read and hash one blob or all: `{checked, bytes, missing, corrupt, untracked}`; the lists hold digests.
+        """Read and hash one blob or all: `{checked, bytes, missing, corrupt, unreadable, untracked}`; the lists hold
+        digests.
 
-        Holds nothing while it reads. A blob that disappears meanwhile is missing only if its row is still there.
-        `untracked` are files without a row, which a collection removes when they are old enough.
+        Holds nothing while it reads. What a collection takes away meanwhile is not missing. `unreadable` is what the
+        disk or a permission does not give; it says nothing about the bytes. `untracked` are files without a row, which
+        a collection removes when they are old enough.
         """
         with self._database.read() as tx:
             sql = "SELECT digest, size_bytes FROM artifact_blobs "
@@ -274,14 +310,17 @@ class Artifacts:
                 rows = all_rows(tx.execute(sql + "ORDER BY digest"))
             else:
                 rows = all_rows(tx.execute(sql + "WHERE digest = ?", (digest,)))
-        missing: list[str] = []
-        corrupt: list[str] = []
+        found: dict[str, list[str]] = {"missing": [], "corrupt": [], "unreadable": []}
+        suspects: dict[str, int] = {}
         for each, size in rows:
             state = self.blobs.check(each, size)
-            if state == "missing" and not (self._known(each) and self.blobs.check(each, size) == "missing"):
-                continue
-            if state != "ok":
-                (missing if state == "missing" else corrupt).append(each)
+            if state == "missing":
+                suspects[each] = size
+            elif state != "ok":
+                found[state].append(each)
+        for each, state in self._lost(suspects).items():
+            if state in found:
+                found[state].append(each)
         untracked = []
         if digest is None:
             known = {row[0] for row in rows}
@@ -289,10 +328,36 @@ class Artifacts:
         return {
             "checked": len(rows),
             "bytes": sum(size for _, size in rows),
-            "missing": missing,
-            "corrupt": corrupt,
+            **{state: sorted(digests) for state, digests in found.items()},
             "untracked": untracked,
         }
+
+    def _lost(self, suspects: dict[str, int]) -> dict[str, str]:
+        """What is the matter with blobs (digest to size) that were not in their place: `missing`, `corrupt`,
+        `unreadable`, or `gone` together with their row. One that is there after all is left out.
+
+        A collection moves files and deletes their rows in one hold of the artifact lock, so only with the lock is it
+        certain that a row without its file has lost it. Where the lock is not to be had, both places are looked into.
+        """
+        answer: dict[str, str] = {}
+        digests = list(suspects)
+        for start in range(0, len(digests), LOOKS):
+            some = digests[start : start + LOOKS]
+            try:
+                with self.blobs.locked():
+                    rest = self._without_file(some)
+            except (LockHeld, EnvironmentFault):
+                rest = self._without_file(some)
+            answer.update(rest)
+            for each in some:
+                if each not in rest and (state := self.blobs.check_anywhere(each, suspects[each])) != "ok":
+                    answer[each] = "gone" if state == "missing" and not self._known(each) else state
+        return answer
+
+    def _without_file(self, digests: Sequence[str]) -> dict[str, str]:
+        """Those that lie neither in their place nor in the trash: `missing`, or `gone` if their row is, too."""
+        absent = [each for each in digests if not self.blobs.lies_about(each)]
+        return {each: "missing" if self._known(each) else "gone" for each in absent}
 
     def export(self, digest: str, destination: Path, *, overwrite: bool) -> int:
         """Copy a blob to a file that appears only when it is complete and verified; its size.
@@ -310,6 +375,8 @@ class Artifacts:
             try:
                 sound = self.blobs.copy_out(digest, descriptor)
             except FileNotFoundError as error:
+                if not self._known(digest):
+                    raise NotFoundError(f"there is no artifact {digest} any more: it was just removed") from error
                 raise _damaged(digest, "missing") from error
             if not sound:
                 raise _damaged(digest, "damaged")
@@ -363,6 +430,12 @@ def _require_held(tx: Connection, fence: Fence) -> None:
         raise LeaseLost(f"attempt {fence.attempt_id}, delivery {fence.delivery} was taken away")
 
 
+def _record_sources(tx: Connection, attempt_id: int, sources: Sequence[SourceFile]) -> None:
+    # As text: a time in nanoseconds is more than the whole numbers of every JSON reader.
+    text = canonical([[item.path, str(item.size_bytes), str(item.modified_ns), str(item.inode)] for item in sources])
+    tx.execute("UPDATE attempts SET artifact_sources_json = ? WHERE attempt_id = ?", (text, attempt_id))
+
+
 def _begin(
     tx: Connection, claim: Claim, effect: EffectEnd | None, sizes: dict[str, int], events: list[Event], now: int
 ) -> AttemptHeld | StartRefused | None:
@@ -372,6 +445,7 @@ def _begin(
         if overdrawn is not None:
             return StartRefused("budget", overdrawn)
     estimates = {reservation_id(task_id, path): {DIMENSION: size} for path, size in sizes.items()}
+    _release_other_sizes(tx, claim, estimates, events)
     denied = ledger.reserve_together(tx, run_id, task_id, claim.number, estimates, events)
     if denied is None:
         return None
@@ -383,7 +457,28 @@ def _begin(
     return StartRefused("budget", denied)
 
 
-def _record(tx: Connection, claim: Claim, found: Sequence[NewArtifact], events: list[Event], now: int) -> None:
+def _release_other_sizes(
+    tx: Connection, claim: Claim, estimates: dict[str, dict[str, int]], events: list[Event]
+) -> None:
+    """Give back what is reserved for a file that has another size now: a reservation stands for its bytes alone."""
+    held = dict(
+        all_rows(
+            tx.execute(
+                "SELECT reservation_id, units FROM budget_reservations WHERE run_id = ? AND dispatch = ? "
+                "AND dimension = ? AND state = 'open' AND reservation_id IN (SELECT value FROM json_each(?))",
+                (claim.run_id, claim.number, DIMENSION, json.dumps(list(estimates))),
+            )
+        )
+    )
+    for name, units in held.items():
+        if units != estimates[name][DIMENSION]:
+            ledger.release(tx, claim.run_id, claim.task_id, name, claim.number, events)
+
+
+def _record(
+    tx: Connection, claim: Claim, found: Sequence[NewArtifact], events: list[Event], now: int
+) -> dict[str, object] | None:
+    """Write down what is stored; what that has exceeded, or None."""
     attempt_id = claim.fence.attempt_id
     for item in found:
         tx.execute(
@@ -393,9 +488,13 @@ def _record(tx: Connection, claim: Claim, found: Sequence[NewArtifact], events: 
         if known is None or known[0] != item.size_bytes:
             raise CorruptStore(f"{item.digest} is recorded with another size than {item.size_bytes}")
     # Another delivery of this attempt may have ingested before, and has paid for it.
-    paid = {
-        row[0] for row in tx.execute("SELECT logical_path FROM artifact_ingests WHERE attempt_id = ?", (attempt_id,))
-    }
+    paid: dict[str, str] = dict(
+        all_rows(tx.execute("SELECT logical_path, digest FROM artifact_ingests WHERE attempt_id = ?", (attempt_id,)))
+    )
+    if paid and paid != {item.path: item.digest for item in found}:
+        raise TaskFault(
+            "artifact_changed", "the files of this task are not those that an earlier delivery of it has stored"
+        )
     tx.execute("DELETE FROM artifact_ingests WHERE attempt_id = ?", (attempt_id,))
     tx.executemany(
         "INSERT INTO artifact_ingests VALUES (?,?,?,?,?,?,?,?,?)",
@@ -415,18 +514,21 @@ def _record(tx: Connection, claim: Claim, found: Sequence[NewArtifact], events: 
         ],
     )
     text = manifest(found)
+    overdrawn: dict[str, object] | None = None
     tx.execute("UPDATE attempts SET artifacts_json = ? WHERE attempt_id = ?", (text, attempt_id))
     for item in found:
         if item.path not in paid:
             name = reservation_id(claim.task_id, item.path)
             usage = {DIMENSION: item.size_bytes}
-            ledger.settle(tx, claim.run_id, claim.task_id, name, claim.number, usage, events, now=now)
+            over = ledger.settle(tx, claim.run_id, claim.task_id, name, claim.number, usage, events, now=now)
+            overdrawn = overdrawn or over
     payload = {
         "artifacts": len(found),
         "bytes": sum(item.size_bytes for item in found),
         "manifestDigest": text_digest(text),
     }
     events.append(Event("artifacts.ingested", claim.task_id, canonical(payload)))
+    return overdrawn
 
 
 def commit(
@@ -448,6 +550,7 @@ def commit(
         if tx.changes() != len(json.loads(text)):
             raise ConflictError(f"attempt {attempt_id} has not ingested what it says", run_id=run_id)
         tx.execute("DELETE FROM artifact_ingests WHERE attempt_id = ?", (attempt_id,))
+        tx.execute("UPDATE attempts SET artifact_sources_json = NULL WHERE attempt_id = ?", (attempt_id,))
         tx.execute("UPDATE tasks SET artifact_manifest_json = ? WHERE task_no = ?", (text, first_task + position))
         told.append([position, text_digest(text)])
     return told

@@ -103,14 +103,17 @@ class Blobs:
     @contextmanager
     def locked(self, name: str = ".lock", *, patient: bool = True) -> Iterator[None]:
         """Hold one of the two locks. Raises `LockHeld`, which names the holder when it stays taken for a minute, or
-        at once without patience.
+        at once without patience, and `EnvironmentFault` where the folder cannot be written.
 
         Terminal stops wait meanwhile: who is stopped with the lock would stop everybody.
         """
         from filelock import FileLock, Timeout
 
-        self._make()
         path = self.root / name
+        try:
+            self._make()
+        except OSError as error:
+            raise store_fault(path, error) from error
         lock = FileLock(path, mode=0o600, poll_interval=LOCK_POLL_SECONDS)
         before = signal.pthread_sigmask(signal.SIG_BLOCK, _STOPS)
         try:
@@ -127,6 +130,8 @@ class Blobs:
                         f"{path} stayed locked for {LOCK_PATIENCE_SECONDS:.0f} s; {self._holder(path)}",
                         remedy="wait for that process, or end it if it hangs",
                     ) from None
+            except OSError as error:
+                raise store_fault(path, error) from error
             try:
                 yield
             finally:
@@ -213,6 +218,8 @@ class Blobs:
             os.link(staged.path, target)
         except FileExistsError:
             found = os.lstat(target)
+            if stat.S_ISDIR(found.st_mode):
+                raise IsADirectoryError(errno.EISDIR, "a folder is in the place of a blob", str(target)) from None
             if found.st_ino == staged.damaged or not stat.S_ISREG(found.st_mode) or found.st_size != staged.size:
                 os.replace(staged.path, target)
         sync_folder(target.parent)
@@ -229,15 +236,34 @@ class Blobs:
         return stat.S_ISREG(found.st_mode) and found.st_size == size
 
     def check(self, digest: str, size: int | None) -> str:
-        """`ok`, `missing` or `corrupt`: the blob's bytes are read and hashed."""
+        """`ok`, `missing`, `corrupt` or `unreadable` (permission, disk): the blob's bytes are read and hashed."""
+        return self._check(self.path_of(digest), digest, size)
+
+    def check_anywhere(self, digest: str, size: int | None) -> str:
+        """As `check`, also where a collection may have put it."""
+        state = self.check(digest, size)
+        return self._check(self._trash / digest.removeprefix(PREFIX), digest, size) if state == "missing" else state
+
+    def lies_about(self, digest: str) -> bool:
+        """Whether anything of that name is in its place or in the trash, or cannot be looked at."""
+        for place in (self.path_of(digest), self._trash / digest.removeprefix(PREFIX)):
+            try:
+                os.lstat(place)
+            except FileNotFoundError:
+                continue
+            except OSError:
+                return True
+            return True
+        return False
+
+    @staticmethod
+    def _check(path: Path, digest: str, size: int | None) -> str:
         try:
-            descriptor = os.open(self.path_of(digest), _READ)
+            descriptor = os.open(path, _READ)
         except FileNotFoundError:
             return "missing"
         except OSError as error:
-            if error.errno == errno.ELOOP:
-                return "corrupt"
-            raise
+            return "corrupt" if error.errno == errno.ELOOP else "unreadable"
         try:
             found = os.fstat(descriptor)
             if not stat.S_ISREG(found.st_mode) or (size is not None and found.st_size != size):
@@ -245,16 +271,34 @@ class Blobs:
             hasher = sha256()
             for piece in _pieces_of(descriptor, None, lambda: False):
                 hasher.update(piece)
+        except OSError:
+            return "unreadable"
         finally:
             os.close(descriptor)
         return "ok" if PREFIX + hasher.hexdigest() == digest else "corrupt"
 
     def copy_out(self, digest: str, target: int) -> bool:
-        """Copy a blob into an open file and say whether the bytes are those of its name. Raises FileNotFoundError."""
-        descriptor = os.open(self.path_of(digest), _READ)
+        """Copy a blob into an open file and say whether the bytes are those of its name.
+
+        Raises FileNotFoundError, `EnvironmentFault` for what cannot be read, and OSError for what cannot be written.
+        """
+        path = self.path_of(digest)
+        try:
+            descriptor = os.open(path, _READ)
+        except FileNotFoundError:
+            raise
+        except OSError as error:
+            raise _unreadable(path, error) from error
         try:
             hasher = sha256()
-            for piece in _pieces_of(descriptor, None, lambda: False):
+            pieces = _pieces_of(descriptor, None, lambda: False)
+            while True:
+                try:
+                    piece = next(pieces, None)
+                except OSError as error:
+                    raise _unreadable(path, error) from error
+                if piece is None:
+                    break
                 hasher.update(piece)
                 while piece:
                     piece = piece[os.write(target, piece) :]
@@ -305,9 +349,11 @@ class Blobs:
         return [PREFIX + entry.name for entry in _scan(self._trash) if _is_hex(entry.name)]
 
     def temporary(self) -> list[tuple[Path, Liveness, os.stat_result]]:
-        """Every file in `tmp/` with what is known of its writer; a name that tells of none is `unknown`."""
+        """Every file in `tmp/`, and in `trash/` what is no blob, with what is known of its writer; a name that tells
+        of none is `unknown`."""
         found = []
-        for entry in _scan(self._tmp):
+        strange = (entry for entry in _scan(self._trash) if not _is_hex(entry.name))
+        for entry in itertools.chain(_scan(self._tmp), strange):
             with suppress(FileNotFoundError):
                 found.append((Path(entry.path), _liveness(entry.name), entry.stat(follow_symlinks=False)))
         return found
@@ -324,6 +370,26 @@ class Blobs:
                 self.discard(path)
                 removed += 1
         return removed
+
+
+def store_fault(place: Path, error: OSError) -> EnvironmentFault:
+    """What a failed write in the artifact folder means to a person; `place` unless the error names one."""
+    where = error.filename2 or error.filename or place
+    if error.errno in (errno.ENOSPC, errno.EDQUOT):
+        remedy = "free some space"
+    elif error.errno == errno.EROFS:
+        remedy = "it is mounted read-only: mount it writable"
+    elif error.errno in (errno.EACCES, errno.EPERM):
+        remedy = "give this user write permission in the folder of artifacts and everything in it"
+    else:
+        remedy = "check the folder of artifacts and its disk"
+    return EnvironmentFault(f"cannot write the artifact store at {where}: {error.strerror}", remedy=remedy)
+
+
+def _unreadable(path: Path, error: OSError) -> EnvironmentFault:
+    return EnvironmentFault(
+        f"cannot read {path}: {error.strerror}", remedy="check its permissions and the disk, or take it from a backup"
+    )
 
 
 def store_path(digest: str) -> str:

@@ -10,10 +10,13 @@ Wherever it dies, the next opening of the store finishes it: a file in the trash
 from __future__ import annotations
 
 import json
+import stat
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 from .artifacts import PROTECTED, Artifacts
+from .blobs import store_fault
 from .clock import Clock
 from .database import Database, all_rows
 from .faults import Faults
@@ -43,20 +46,43 @@ class Collector:
         The report of contract 8: `{considered, removed, reclaimedBytes, temporaryFilesConsidered,
         temporaryFilesRemoved}`; a dry run removes nothing, and its `reclaimedBytes` is what would come back. Removal is
         durable when it returns. `without_runs`: what a dry run is to believe gone. One collection at a time; raises
-        `LockHeld` when another one, or a backup, goes on for a minute.
+        as `alone`, and `EnvironmentFault` when something cannot be moved or deleted: it stays, and a later collection
+        goes on. A dry run takes no lock and writes nothing.
         """
         if not self._blobs.root.is_dir():
             return _report(0, [], 0, 0, 0)
-        with self._blobs.locked(".collect.lock"):
+        if dry_run:
             cutoff = self._clock.now() - older_than_ms
-            rows = self._candidates(cutoff, without_runs)
-            strays = self._untracked(cutoff)
+            found = [*self._candidates(cutoff, without_runs), *self._untracked(cutoff)]
             temporary = self._old_temporary(cutoff)
-            considered = len(rows) + len(strays)
-            if dry_run:
-                size = sum(size for _, size in [*rows, *strays])
-                return _report(considered, [], size, len(temporary), 0)
-            removed: list[tuple[str, int]] = []
+            return _report(len(found), [], sum(size for _, size in found), len(temporary), 0)
+        with self.alone():
+            return self.collect_alone(older_than_ms=older_than_ms)
+
+    @contextmanager
+    def alone(self) -> Iterator[None]:
+        """Keep other collections and backups out, for whoever removes more than artifacts and must not fail half-way.
+
+        Raises `EnvironmentFault`, before anything is touched, when the folder cannot be written, and `LockHeld` when
+        another collection or a backup goes on for a minute. Without a folder of artifacts nothing is held.
+        """
+        if not self._blobs.root.is_dir():
+            yield
+            return
+        self._blobs.require_writable()
+        with self._blobs.locked(".collect.lock"):
+            yield
+
+    def collect_alone(self, *, older_than_ms: int) -> dict[str, Any]:
+        """A collection inside `alone`."""
+        if not self._blobs.root.is_dir():
+            return _report(0, [], 0, 0, 0)
+        cutoff = self._clock.now() - older_than_ms
+        rows = self._candidates(cutoff, ())
+        strays = self._untracked(cutoff)
+        temporary = self._old_temporary(cutoff)
+        removed: list[tuple[str, int]] = []
+        try:
             for some in _slices(rows):
                 removed += self._remove(some)
             for some in _slices(strays):
@@ -64,8 +90,11 @@ class Collector:
             self._forget_leases()
             for path in temporary:
                 self._blobs.discard(path)
-            size = sum(size for _, size in removed)
-            return _report(considered, sorted(digest for digest, _ in removed), size, len(temporary), len(temporary))
+        except OSError as error:
+            raise store_fault(self._blobs.root, error) from error
+        size = sum(size for _, size in removed)
+        considered = len(rows) + len(strays)
+        return _report(considered, sorted(digest for digest, _ in removed), size, len(temporary), len(temporary))
 
     # -- choosing --------------------------------------------------------------------------------------------------
 
@@ -108,6 +137,8 @@ class Collector:
         old = []
         for path, liveness, status in self._blobs.temporary():
             since = status.st_mtime_ns // 1_000_000
+            if stat.S_ISDIR(status.st_mode):
+                continue  # nothing of ours, and no file
             if liveness is Liveness.DEAD or (
                 liveness is Liveness.UNKNOWN and since <= min(cutoff, self._clock.now() - UNKNOWN_WRITER_MS)
             ):

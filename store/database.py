@@ -71,13 +71,15 @@ class Database:
         vfs: str | None = None,
         sync: Callable[[], None] | None = None,
     ) -> None:
-        """Open the database at `path`.
+        """Open the database at `path`; `self.path` is where the file really is.
 
         Raises `EnvironmentFault` (network filesystem, permissions, disk), `IncompatibleVersion` (newer schema, or the
         file of another program: it is left untouched), `CorruptStore`, and `NotFoundError` if it is missing and
         `create` is false. `vfs` and `sync` are for tests that cut the power.
         """
-        self.path = path.absolute()
+        # A link to the file is another name of it: whatever lies beside it (gate, wake folder, artifacts, locks) lies
+        # beside the file itself, or two processes that use different names would not know of each other.
+        self.path = Path(os.path.realpath(path))
         self.clock = clock
         self._sync_by_test = sync
         self._commits = 0
@@ -93,12 +95,12 @@ class Database:
         if not self.path.exists():
             if not create:
                 raise NotFoundError(
-                    f"there is no database at {self.path}",
+                    f"there is no database at {path.absolute()}",
                     remedy="give its place with --db PATH or AGENTCTL_DB; `agentctl run FILE` makes one",
                 )
             filesystem.prepare_folder(self.path.parent)
         elif not self.path.is_file():
-            raise EnvironmentFault(f"{self.path} is not a file", remedy="choose another place with --db PATH")
+            raise EnvironmentFault(f"{path.absolute()} is not a file", remedy="choose another place with --db PATH")
         filesystem.require_writable(self.path)
         with _opening:
             self._connect(cache_kib, vfs, end_stuck)

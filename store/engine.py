@@ -483,8 +483,12 @@ class Store:
             self._record(tx, claimed_run, run_id, [event], events, holder, now)
         return following
 
-    def release(self, claim: Claim, *, effect: EffectEnd | None, reason: str) -> None:
-        """Give back a claim; see `task_queue.release`. Durable."""
+    def release(self, claim: Claim, *, effect: EffectEnd | None, reason: str, pause: str | None = None) -> None:
+        """Give back a claim; see `task_queue.release`. Durable.
+
+        With `pause`, the reason for a person, the run pauses in the same transaction, unless it is ending anyway: what
+        has just failed would be claimed again at once.
+        """
         now = self.clock.now()
         with self.database.write(durable=True) as tx:
             events: list[Event] = []
@@ -493,6 +497,12 @@ class Store:
                 effects.end(tx, claim.run_id, claim.task_id, effect, events, now=now)
             events.append(task_queue.release(tx, claim.fence, reason=reason, now=now))
             audit.append(tx, claim.run_id, events, actor=claim.fence.holder, now=now)
+            if pause is not None:
+                run = runs.get(tx, claim.run_id)
+                if run.ended_at is None and run.cancel_requested_at is None:
+                    runs.request_pause(tx, claim.run_id, reason=pause, actor=claim.fence.holder, now=now)
+        if pause is not None:
+            self.wake_driver(claim.run_id)
 
     def recorded_expectation(self, attempt_id: int, ordinal: int) -> str | None:
         """What an earlier delivery recorded as expected for this ordinal."""

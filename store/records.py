@@ -306,6 +306,16 @@ class NewArtifact:
 
 
 @record
+class SourceFile:
+    """A declared file as it was when the effect that left it was confirmed; `path` as in `NewArtifact`."""
+
+    path: str
+    size_bytes: int
+    modified_ns: int
+    inode: int
+
+
+@record
 class LiveAttempt:
     """An attempt that is not closed."""
 

@@ -46,6 +46,8 @@ def collect_runs(
 
     `{runs: {considered, removed, kept: [{runId, why}]}, artifacts: the report of a collection, fileBytesBefore,
     fileBytesAfter, dryRun}`. A dry run changes nothing and lists in `removed` of the runs what would go.
+
+    Raises as `Collector.alone`, before any run is removed.
     """
     assert set(states) <= RUN_FINAL
     cutoff = clock.now() - older_than_ms
@@ -54,9 +56,14 @@ def collect_runs(
     kept = [{"runId": run_id, "why": why} for run_id, why in found if why is not None]
     old = [run_id for run_id, why in found if why is None]
     before = _size(database)
-    removed = old if dry_run else [run_id for run_id in old if _remove(database, run_id)]
     collector = Collector(database, artifacts, clock, faults)
-    report = collector.collect(older_than_ms=older_than_ms, dry_run=dry_run, without_runs=old if dry_run else ())
+    if dry_run:
+        removed = old
+        report = collector.collect(older_than_ms=older_than_ms, dry_run=True, without_runs=old)
+    else:
+        with collector.alone():
+            removed = [run_id for run_id in old if _remove(database, run_id)]
+            report = collector.collect_alone(older_than_ms=older_than_ms)
     if not dry_run and removed:
         _give_back(database)
     return {

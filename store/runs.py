@@ -418,6 +418,12 @@ def cancel_reason(tx: Connection, run_id: str) -> str | None:
     return row[0] if row else None
 
 
+def pause_reason(tx: Connection, run_id: str) -> str | None:
+    """What whoever asked for the pause has said, or None."""
+    row = tx.execute("SELECT pause_reason FROM runs WHERE run_id = ?", (run_id,)).fetchone()
+    return row[0] if row else None
+
+
 def request_pause(tx: Connection, run_id: str, *, reason: str, actor: str, now: int) -> tuple[str, str | None]:
     """Ask that a run pause: what runs finishes, nothing new starts. Returns (state, reason of the state).
 

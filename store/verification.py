@@ -47,7 +47,7 @@ def verify(database: Database, artifacts: Artifacts | None) -> dict[str, Any]:
     report = None
     if artifacts is not None:
         report = artifacts.verify(None)
-        for word in ("missing", "corrupt"):
+        for word in ("missing", "corrupt", "unreadable"):
             found += [("artifacts", f"{digest} is {word}") for digest in report[word]]
     return {
         "ok": not found,

@@ -83,9 +83,9 @@ class Views:
             }
 
     def outcome(self, run_id: str) -> dict[str, Any]:
-        """RunOutcome: `runId, traceId, state, reason, cancelReason, output, error`.
+        """RunOutcome: `runId, traceId, state, reason, cancelReason, pauseReason, output, error`.
 
-        `cancelReason` is what whoever asked for the cancellation has said, else null.
+        `cancelReason` is what whoever asked for the cancellation has said, else null; `pauseReason` likewise.
         """
         with self._database.read() as tx:
             run = runs.get(tx, run_id)
@@ -96,6 +96,7 @@ class Views:
                 "state": run.state,
                 "reason": run.reason,
                 "cancelReason": runs.cancel_reason(tx, run_id),
+                "pauseReason": runs.pause_reason(tx, run_id),
                 "output": _value(output),
                 "error": _value(run.error_json),
             }
@@ -413,6 +414,7 @@ def _status(tx: Connection, run: Run, *, now: int) -> dict[str, Any]:
         "cancelRequestedAt": run.cancel_requested_at,
         "cancelReason": runs.cancel_reason(tx, run.run_id),
         "pauseRequestedAt": run.pause_requested_at,
+        "pauseReason": runs.pause_reason(tx, run.run_id),
         "driver": driver,
         "running": _with_liveness(tx, _running_tasks(tx, run.run_id, limit=MAX_WAITING)),
         "unrecorded": _unrecorded(tx, run, limit=MAX_WAITING),

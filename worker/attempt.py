@@ -48,13 +48,15 @@ Answer: TypeAlias = StartedEffect | RecordedEffect | StartRefused | AttemptHeld
 class Ending:
     """How a delivery ends: `attempt` is to be finished, or with `release` to be given back for that reason.
 
-    `held`: it is over already; the attempt waits for a person or for budget.
+    `pause`: with `release`, why the run has to wait for a person. `held`: it is over already; the attempt waits for a
+    person or for budget.
     """
 
     attempt: AttemptEnd | None
     effect: EffectEnd | None = None
     release: str | None = None
     held: bool = False
+    pause: str | None = None
 
 
 @record
@@ -270,6 +272,8 @@ class AttemptRunner:
         if kept.stopped is not None:
             fault = TaskFault("cancelled", f"ended before its artifacts were stored: {kept.stopped}")
             return Ending(AttemptEnd("cancelled", error_json=canonical(fault.as_json())))
+        if kept.obstacle is not None:
+            return Ending(None, release="artifact_store", pause=kept.obstacle)
         if kept.fault is not None:
             return Ending(AttemptEnd("failed", error_json=canonical(kept.fault.as_json())), effect)
         return Ending(ending.attempt, effect)

@@ -1,8 +1,10 @@
 """From a succeeded effect to stored artifacts: what happens between the execution of a task and its end (seed).
 
-The effect is confirmed first, in the transaction that reserves the bytes. So a worker that dies while it copies leaves
-nothing in doubt: the next delivery finds the result recorded and only ingests again. Files are copied, hashed and
-synced without any lock; the lock is held for names and rows alone.
+The effect is confirmed first, in the transaction that reserves the bytes and writes down how the files are. So a worker
+that dies while it copies leaves nothing in doubt: the next delivery finds the result recorded and only ingests again,
+those files and no others; one that has changed meanwhile fails the task instead of being kept as its result. A store
+that cannot take the bytes now (a full disk, a lock that nobody lets go) is no fault of the task: its run pauses. Files
+are copied, hashed and synced without any lock; the lock is held for names and rows alone.
 """
 
 from __future__ import annotations
@@ -14,33 +16,35 @@ from dataclasses import dataclass
 
 from agentctl.store.blobs import Interrupted, Staged
 from agentctl.store.engine import Store
-from agentctl.store.errors import LockHeld, TaskFault
+from agentctl.store.errors import EnvironmentFault, LockHeld, TaskFault
 from agentctl.store.faults import Faults
-from agentctl.store.records import AttemptHeld, Claim, EffectEnd, StartRefused
-from agentctl.store.states import may_repeat
+from agentctl.store.records import AttemptHeld, Claim, EffectEnd, SourceFile, StartRefused
 
 from .effects import CancelToken, Declared, EffectPlan, Keeps, Written
-from .effects.artifacts import Found, find, open_found
+from .effects.artifacts import Found, as_recorded, find, open_found, require_unchanged
 
 
 @dataclass(frozen=True, slots=True)
 class Ingested:
     """How it went. `answer` ends the delivery instead (budget); `fault` fails the attempt; `stopped` is the reason of
-    the cancel token. With `confirmed` the end of the effect is recorded already."""
+    the cancel token; `obstacle` is why the store cannot take the bytes now. With `confirmed` the end of the effect is
+    recorded already."""
 
     confirmed: bool
     answer: AttemptHeld | StartRefused | None = None
     fault: TaskFault | None = None
     stopped: str | None = None
+    obstacle: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class _Source:
-    """One artifact to be: its size is known before it is opened."""
+    """One artifact to be: its size is known before it is opened. `file` is how it is, if it is a file."""
 
     path: str
     size: int
     stage: Callable[[], Staged]
+    file: SourceFile | None = None
 
 
 class Ingestion:
@@ -58,13 +62,23 @@ class Ingestion:
         Raises `LeaseLost`, and what the database raises.
         """
         assert plan.keeps is not None
+        known: list[SourceFile] = []
+        if effect is None:
+            known, stored = self._artifacts.recorded(claim.fence.attempt_id)
+            if stored:
+                return Ingested(True)
         try:
-            sources = self._sources(plan.keeps, limit)
+            sources = self._sources(plan.keeps, limit, known)
         except TaskFault as fault:
             return Ingested(False, fault=fault)
         if not sources:
             return Ingested(False)
-        answer = self._artifacts.begin(claim, effect, {source.path: source.size for source in sources})
+        answer = self._artifacts.begin(
+            claim,
+            effect,
+            {source.path: source.size for source in sources},
+            [source.file for source in sources if source.file is not None],
+        )
         if answer is not None:
             return Ingested(True, answer=answer)
         staged: list[tuple[str, Staged]] = []
@@ -72,28 +86,46 @@ class Ingestion:
             for source in sources:
                 staged.append((source.path, source.stage()))
             self._faults.reach("after_staging")
-            self._artifacts.keep(claim, staged, self._faults)
+            overdrawn = self._artifacts.keep(claim, staged, self._faults)
         except Interrupted:
-            self._give_up(claim, sources)
+            self._give_up(claim, sources, staged)
             return Ingested(True, stopped=self._token.reason)
-        except (TaskFault, OSError, LockHeld) as error:
-            self._give_up(claim, sources)
-            return Ingested(True, fault=_as_fault(error, plan))
+        except TaskFault as fault:
+            self._give_up(claim, sources, staged)
+            return Ingested(True, fault=fault)
+        except (OSError, LockHeld, EnvironmentFault) as error:
+            self._give_up(claim, sources, staged)
+            return Ingested(True, obstacle=_obstacle(claim, error))
         finally:
-            for _, item in staged:
-                self._artifacts.blobs.discard(item.path)
+            self._discard(staged)
         self._faults.reach("after_ingestion")
-        return Ingested(True)
+        return Ingested(True, answer=overdrawn)
 
-    def _give_up(self, claim: Claim, sources: list[_Source]) -> None:
+    def _discard(self, staged: list[tuple[str, Staged]]) -> None:
+        for _, item in staged:
+            self._artifacts.blobs.discard(item.path)
+
+    def _give_up(self, claim: Claim, sources: list[_Source], staged: list[tuple[str, Staged]]) -> None:
+        # The copies go first: on a full disk they are what leaves no room for the database.
+        self._discard(staged)
         self._artifacts.give_up(claim, [source.path for source in sources])
 
-    def _sources(self, keeps: Keeps, limit: int) -> list[_Source]:
+    def _sources(self, keeps: Keeps, limit: int, known: list[SourceFile]) -> list[_Source]:
+        """What is to be kept. `known` are the files that an earlier delivery has found: those, and no others."""
         if isinstance(keeps, Written):
             data = keeps.data
             found = [_Source(keeps.path, len(data), lambda: self._artifacts.blobs.stage_bytes(data))]
         else:
-            found = [_Source(item.path, item.size, self._copying(item, keeps)) for item in find(keeps)]
+            files = [as_recorded(item, keeps) for item in known] if known else find(keeps)
+            found = [
+                _Source(
+                    item.path,
+                    item.size,
+                    self._copying(item, keeps),
+                    SourceFile(item.path, item.size, item.modified, item.inode),
+                )
+                for item in files
+            ]
         for source in found:
             if source.size > limit:
                 raise TaskFault(
@@ -107,25 +139,36 @@ class Ingestion:
         def stage() -> Staged:
             descriptor = open_found(item, declared)
             try:
-                return self._artifacts.blobs.stage_file(descriptor, item.size, lambda: self._token.cancelled)
+                staged = self._artifacts.blobs.stage_file(descriptor, item.size, lambda: self._token.cancelled)
             except TaskFault as fault:
                 raise TaskFault(fault.code, f"{item.path!r}: {fault.args[0]}", details={"path": item.path}) from fault
+            else:
+                return self._unless_changed(item, descriptor, staged)
             finally:
                 os.close(descriptor)
 
         return stage
 
+    def _unless_changed(self, item: Found, descriptor: int, staged: Staged) -> Staged:
+        """A copy that somebody has written into while it was made is a mixture: it is thrown away."""
+        try:
+            require_unchanged(item, os.fstat(descriptor))
+        except TaskFault:
+            self._artifacts.blobs.discard(staged.path)
+            raise
+        return staged
 
-def _as_fault(error: Exception, plan: EffectPlan) -> TaskFault:
-    """Why the bytes could not be stored. Another attempt may help, where its effect may be repeated."""
-    if isinstance(error, TaskFault):
-        return error
-    again = may_repeat(plan.effect_class, plan.idempotency)
+
+def _obstacle(claim: Claim, error: OSError | LockHeld | EnvironmentFault) -> str:
+    """Why the store cannot take the bytes now, and what a person can do; kept as the reason of the pause."""
     if isinstance(error, OSError):
         full = error.errno in (errno.ENOSPC, errno.EDQUOT)
-        code = "artifact_store_full" if full else "artifact_store"
-        place = f" ({error.filename})" if error.filename else ""
-        advice = "; free some space, the files themselves are where the task left them" if full else ""
-        message = f"the artifacts of this task could not be stored: {error.strerror}{place}{advice}"
-        return TaskFault(code, message, retryable=again, details={"errno": error.errno})
-    return TaskFault("artifact_store", f"the artifacts of this task could not be stored: {error}", retryable=again)
+        where = error.filename2 or error.filename
+        why = f"{error.strerror} ({where})" if where else str(error.strerror)
+        remedy = "free some space" if full else "see to the folder of artifacts"
+    else:
+        why, remedy = error.message, error.remedy or "see to the folder of artifacts"
+    return (
+        f"the artifacts of {claim.task_id} could not be stored: {why}; its effect has succeeded and is recorded, its "
+        f"files stay where they are: {remedy}, then `agentctl resume {claim.run_id}` stores them"
+    )

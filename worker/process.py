@@ -240,7 +240,9 @@ class Worker:
         if ending.held:
             return None
         if ending.attempt is None:
-            self._store.release(claim, effect=ending.effect, reason=ending.release or "released")
+            if ending.pause is not None:
+                log.warning("%s pauses: %s", claim.run_id, ending.pause)
+            self._store.release(claim, effect=ending.effect, reason=ending.release or "released", pause=ending.pause)
             return None
         if ending.attempt.outcome == "succeeded":
             self._watch.done += 1

@@ -189,3 +189,18 @@ def test_a_store_of_mode_0500_is_refused_before_a_run_exists(
     assert cli.json("submit", "shell.yaml", prefix=prefix).code == 0
     root.chmod(0o700)
     assert cli.json("submit", "keeps.yaml", prefix=prefix).code == 0
+
+
+def test_a_task_that_the_run_does_not_have(cli: Any, kept: str) -> None:
+    refused = cli.json("artifacts", "list", "--run", kept, "--task", "nope")
+    assert (refused.code, refused.error["code"]) == (5, "not_found")
+    assert "nope" in refused.error["message"]
+
+
+def test_export_to_no_file(cli: Any, kept: str) -> None:
+    digest = cli.json("artifacts", "list").data["references"][0]["digest"]
+    refused = cli.json("artifacts", "export", digest, "-")
+    assert (refused.code, refused.error["code"]) == (2, "usage")
+    assert not (cli.folder / "-").exists()
+    assert cli.json("artifacts", "export", digest, "./-").code == 0
+    assert (cli.folder / "-").exists()

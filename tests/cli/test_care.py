@@ -118,7 +118,7 @@ def test_gc_forgets_memory_that_expired_long_ago(cli: Any, done: str) -> None:
     change(cli.database, f"UPDATE long_term_memory SET expires_at = expires_at - {40 * day} WHERE memory_key = 'old'")  # noqa: S608
     assert cli.json("gc", "--older-than-days", "60").data["memory"] == {"expired": 0}
     assert cli.json("gc", "--dry-run").data["memory"] == {"expired": 1}
-    assert "1 expired memory entries removed" in cli("gc").out
+    assert "1 expired memory entry removed" in cli("gc").out
     assert cli.json("gc").data["memory"] == {"expired": 0}
     assert cli.json("memory", "get", "kept").code == 0
 

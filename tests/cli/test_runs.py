@@ -56,7 +56,16 @@ def test_run_hello(cli: Any) -> None:
     result = cli.json("run", "hello.yaml", "--input", "name=Ada")
     assert result.code == 0
     assert result.err == ""
-    assert result.data.keys() == {"runId", "traceId", "state", "reason", "cancelReason", "output", "error"}
+    assert result.data.keys() == {
+        "runId",
+        "traceId",
+        "state",
+        "reason",
+        "cancelReason",
+        "pauseReason",
+        "output",
+        "error",
+    }
     assert (result.data["state"], result.data["output"]) == ("succeeded", {"text": "hello Ada"})
     human = cli("run", "hello.yaml")
     assert human.code == 0

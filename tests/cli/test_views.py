@@ -288,7 +288,7 @@ def test_inspection_has_every_key_and_the_records_of_the_contract(world: World) 
     outcome = world.views.outcome(run)
     assert outcome == {
         "runId": run, "traceId": "trace-run-1", "state": "succeeded", "reason": None, "output": {"y": 2}, "error": None,
-        "cancelReason": None,
+        "cancelReason": None, "pauseReason": None,
     }  # fmt: skip
     status = world.views.status(run)
     assert (status["waiting"], status["waitingCount"], status["driver"]) == ([], 0, None)

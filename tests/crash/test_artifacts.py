@@ -72,7 +72,7 @@ def test_kills_at_random_moments(tmp_path: Path) -> None:
             worker = f"worker-{round_}"
             store.register(process_row(worker))
             started = [
-                children.spawn(ingest_until_killed, str(database), worker, SEED + round_, str(names[0])),
+                children.spawn(ingest_until_killed, str(database), worker, SEED, str(names[0])),
                 children.spawn(collect_until_killed, str(database), str(names[1])),
                 children.spawn(export_until_killed, str(database), digest_of(BIG), str(exports), str(names[2])),
             ]

@@ -127,6 +127,30 @@ def test_a_read_only_store_is_refused_before_a_run_exists(field: Field) -> None:
 
 @mounts
 @pytest.mark.timeout(300)
+def test_collections_of_a_read_only_store_change_nothing(field: Field) -> None:
+    """`gc` removes no run whose artifacts it could not collect, and each verb says where, why and what to do."""
+    file = keeping(field)
+    root = field.database.parent / "artifacts"
+    (field.folder / "out").mkdir()
+    (field.folder / "out" / "result.txt").write_text("result")
+    assert field.json("run", file).code == 0
+    read_only = inside(f"mount --bind {root} {root}", f"mount -o remount,bind,ro {root}")
+    old = ("--older-than-days", "0")
+    for words in (("gc", *old), ("artifacts", "gc", *old), ("db", "backup", str(field.root / "backup"))):
+        refused = field.json(*words, prefix=read_only)
+        assert (refused.code, refused.error["code"]) == (5, "environment"), words
+        assert str(root) in refused.error["message"]
+        assert "read-only" in refused.error["message"].lower()
+        assert refused.error["remedy"]
+    assert field.scalar("SELECT COUNT(*) FROM runs") == 1
+    assert not (field.root / "backup").exists()
+    assert field.json("gc", *old, "--dry-run", prefix=read_only).code == 0
+    assert len(field.json("gc", *old).data["runs"]["removed"]) == 1
+    field.check_clean_end()
+
+
+@mounts
+@pytest.mark.timeout(300)
 def test_a_worker_that_cannot_store_dispatches_nothing(field: Field) -> None:
     """The run was submitted where the store can be written; the pool sees it read-only."""
     file = keeping(field)
@@ -147,8 +171,9 @@ def test_a_worker_that_cannot_store_dispatches_nothing(field: Field) -> None:
 
 @mounts
 @pytest.mark.timeout(300)
-def test_a_full_disk_fails_the_task_and_loses_nothing(field: Field) -> None:
-    """The store is on a small filesystem: the command has succeeded, its file stays, its task says why it failed."""
+def test_a_full_disk_pauses_the_run_and_loses_nothing(field: Field) -> None:
+    """The store is on a small filesystem: the command has succeeded, its file stays, and with more room it is stored,
+    while nothing is executed again."""
     root = field.database.parent / "artifacts"
     for folder in (root, field.folder / "out"):
         folder.mkdir(parents=True, mode=0o700)
@@ -158,17 +183,29 @@ def test_a_full_disk_fails_the_task_and_loses_nothing(field: Field) -> None:
             {
                 "id": "large",
                 "uses": "action:sh",
-                "with": {"args": ["-c", "head -c 4000000 /dev/urandom > out/large"], "artifacts": ["out/large"]},
+                "with": {
+                    "args": ["-c", "echo x >> out/times; head -c 4000000 /dev/urandom > out/large"],
+                    "artifacts": ["out/large"],
+                },
             }
         ],
         actions={"sh": {"kind": "builtin.shell.exec", "command": "sh"}},
         policy={"approval": "never", "processAllowlist": ["sh"], "writableRoots": ["out"]},
     )
     small = inside(f"mount -t tmpfs -o size=1m none {root}")
-    ended = field.json("run", file, "--workers", "1", prefix=small)
-    assert (ended.code, ended.data["error"]["code"]) == (4, "artifact_store_full"), ended.err
+    paused = field.json("run", file, "--workers", "1", prefix=small)
+    assert (paused.code, paused.data["state"]) == (3, "paused"), paused.err
+    run_id = paused.data["runId"]
+    assert "No space left" in paused.data["pauseReason"]
+    assert "free some space" in paused.data["pauseReason"]
+    assert f"agentctl resume {run_id}" in paused.data["pauseReason"]
+    assert "free some space" in field("status", run_id).out
     assert "out/large" in str(field.rows("SELECT expected_json FROM effects"))
     assert field.rows("SELECT status FROM effects") == [("succeeded",)]
     assert (field.folder / "out" / "large").stat().st_size == 4_000_000
     assert field.rows("SELECT 1 FROM artifact_blobs") == []
+    resumed = field.json("resume", run_id, "--workers", "1")
+    assert (resumed.code, resumed.data["state"], resumed.data["pauseReason"]) == (0, "succeeded", None)
+    assert [item["path"] for item in field.json("artifacts", "list").data["references"]] == ["out/large"]
+    assert (field.folder / "out" / "times").read_text() == "x\n"
     field.check_clean_end()

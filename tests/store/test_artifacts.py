@@ -6,16 +6,21 @@ import errno
 import fcntl
 import json
 import os
+import socket
 import stat
-from collections.abc import Iterator
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
 import pytest
-from agentctl.store import blobs, process_identity
+from agentctl.store import blobs, process_identity, verification
 from agentctl.store.artifacts import LEASE_MS, media_type, reservation_id
 from agentctl.store.blobs import write_atomically
 from agentctl.store.canonical import text_digest
+from agentctl.store.clock import SystemClock
+from agentctl.store.collection import Collector
 from agentctl.store.engine import Store
 from agentctl.store.errors import (
     ConflictError,
@@ -29,10 +34,10 @@ from agentctl.store.errors import (
 )
 from agentctl.store.faults import Faults
 from agentctl.store.records import AttemptHeld, EffectEnd, StartRefused
-from support.artifact_children import measure_staging
+from support.artifact_children import collect_until_killed, measure_staging
 from support.artifacts import HOUR, assert_sound, collect, digest_of, files_of, ingest, litter, names_in, stage
 from support.builders import Driver, Hand, effect_request, new_run, open_store
-from support.children import SPAWN, Children
+from support.children import SPAWN, Children, wait_until
 from support.clock import ManualClock
 from support.rows import check_chains, dead_identity, ledger_line, one, rows, scalar
 from support.scale import repeats
@@ -165,11 +170,41 @@ def test_a_second_delivery_ingests_again_and_pays_once(store: Store, driver: Dri
     assert ledger_line(store, "artifactBytes") == (100, 8, 0)
     store.rescue([(claim.fence.attempt_id, 1)], dead=[], why="x", actor="test")
     claim = hand.take()
-    ingest(store, claim, {"x": b"hello", "z": b"new!"})
-    assert ledger_line(store, "artifactBytes") == (100, 12, 0)
+    ingest(store, claim, {"x": b"hello", "y": b"old"})
+    assert ledger_line(store, "artifactBytes") == (100, 8, 0)
     hand.finish(claim)
     driver.commit()
-    assert [item["path"] for item in store.artifacts.references(None, None)] == ["x", "z"]
+    assert [item["path"] for item in store.artifacts.references(None, None)] == ["x", "y"]
+
+
+@pytest.mark.parametrize("other", [{"x": b"other"}, {"x": b"hello", "y": b"new"}, {"y": b"hello"}])
+def test_a_second_delivery_never_replaces_what_the_first_has_stored(
+    store: Store, driver: Driver, other: dict[str, bytes]
+) -> None:
+    driver.enqueue([0])
+    hand = Hand(store)
+    claim = hand.take()
+    ingest(store, claim, {"x": b"hello"})
+    store.rescue([(claim.fence.attempt_id, 1)], dead=[], why="x", actor="test")
+    claim = hand.take()
+    with pytest.raises(TaskFault) as caught:
+        ingest(store, claim, other)
+    assert caught.value.code == "artifact_changed"
+    assert rows(store, "SELECT logical_path, digest FROM artifact_ingests") == [("x", HELLO)]
+    for staged in list(store.artifacts.blobs.temporary()):
+        store.artifacts.blobs.discard(staged[0])
+
+
+def test_more_bytes_than_were_reserved_and_allowed_fail_the_task(store: Store, driver: Driver) -> None:
+    """Contract 6: what was used over the limit is shown, recorded as exceeded, and has a consequence."""
+    driver.enqueue([0])
+    hand = Hand(store)
+    claim = hand.take()
+    assert store.artifacts.begin(claim, None, {"x": 5}) is None
+    answer = store.artifacts.keep(claim, stage(store, {"x": b"y" * 200}), Faults(None))
+    assert isinstance(answer, StartRefused)
+    assert answer.detail == {"dimension": "artifactBytes", "limit": 100, "attempted": 200}
+    assert scalar(store, "SELECT exceeded_json IS NOT NULL FROM run_budgets")
 
 
 def test_missing_bytes_fail_their_own_task_only(store: Store, driver: Driver) -> None:
@@ -589,3 +624,100 @@ def test_inspect(store: Store, driver: Driver, clock: ManualClock) -> None:
     driver.commit()
     found = store.artifacts.inspect(HELLO)
     assert ([item["taskId"] for item in found["references"]], found["leases"]) == (["t0"], [])
+
+
+class Beside(Faults):
+    """Lets somebody else do something, in a thread of its own, while a collection has files in the trash."""
+
+    def __init__(self, action: Callable[[], None]) -> None:
+        super().__init__(None)
+        self.thread = threading.Thread(target=action)
+
+    def reach(self, point: str) -> None:
+        if point == "after_quarantine":
+            self.thread.start()
+            self.thread.join(1)  # as long as it waits for the lock, it cannot end before we do
+
+
+def test_a_look_beside_a_collection_misses_nothing(store: Store, tmp_path: Path) -> None:
+    """The files are in the trash and their rows still there: that is no damage (contract 8)."""
+    digests = litter(store, b"a", b"b", b"c")
+    found: list[Any] = []
+
+    def look() -> None:
+        with closing(Store(store.path, store.clock)) as other:
+            found.append(other.artifacts.verify(None))
+            found.append(verification.verify(other.database, other.artifacts))
+
+    beside = Beside(look)
+    report = Collector(store.database, store.artifacts, store.clock, beside).collect(older_than_ms=0, dry_run=False)
+    beside.thread.join()
+    assert report["removed"] == sorted(digests)
+    assert (found[0]["missing"], found[0]["corrupt"], found[0]["untracked"]) == ([], [], [])
+    assert found[1]["ok"] is True
+
+
+def test_looks_beside_a_process_that_collects(tmp_path: Path) -> None:
+    store = Store(tmp_path / "state" / "agentctl.db", SystemClock(), create=True)
+    with Children() as children:
+        collecting = children.spawn(collect_until_killed, str(store.path), str(tmp_path / "ready"))
+        wait_until((tmp_path / "ready").exists, "it collects")
+        for number in range(repeats(300)):
+            litter(store, *(b"%d %d" % (number, index) for index in range(20)))
+            report = store.artifacts.verify(None)
+            assert (report["missing"], report["corrupt"]) == ([], []), number
+        assert collecting.is_alive()
+        collecting.kill()
+        collecting.join()
+    store.close()
+
+
+def test_what_an_interrupted_collection_has_in_the_trash_is_no_damage(store: Store) -> None:
+    [digest] = litter(store, b"a")
+    store.artifacts.blobs.quarantine(digest)
+    assert store.artifacts.verify(None)["missing"] == []
+    assert store.artifacts.inspect(digest)["status"] == "ok"
+    trashed = store.artifacts.blobs.root / "trash" / digest[7:]
+    trashed.chmod(0o600)
+    trashed.write_bytes(b"z")
+    assert store.artifacts.verify(None)["corrupt"] == [digest]
+
+
+def test_what_cannot_be_read_is_listed_and_the_rest_is_looked_at(store: Store, tmp_path: Path) -> None:
+    digests = litter(store, *(str(number).encode() for number in range(5)))
+    target = store.artifacts.blobs.path_of(digests[0])
+    target.unlink()
+    with socket.socket(socket.AF_UNIX) as listener:  # opening it fails, for root as well
+        at_home = os.open(target.parent, os.O_RDONLY | os.O_DIRECTORY)
+        listener.bind(f"/proc/self/fd/{at_home}/{target.name}")
+        os.close(at_home)
+    lost = store.artifacts.blobs.path_of(digests[4])
+    lost.unlink()
+    report = store.artifacts.verify(None)
+    assert (report["checked"], report["unreadable"], report["missing"]) == (5, [digests[0]], [digests[4]])
+    whole = verification.verify(store.database, store.artifacts)
+    assert whole["ok"] is False
+    assert [item["message"] for item in whole["problems"]] == [
+        f"{digests[4]} is missing",
+        f"{digests[0]} is unreadable",
+    ]
+    assert store.artifacts.inspect(digests[0])["status"] == "unreadable"
+    with pytest.raises(EnvironmentFault, match=f"cannot read {target}"):
+        store.artifacts.export(digests[0], tmp_path / "out", overwrite=False)
+    assert not (tmp_path / "out").exists()
+
+
+def test_strange_files_in_the_trash_go_when_they_are_old(store: Store, clock: ManualClock) -> None:
+    """Names that no collection gives are nobody's: a day at least, then as old as is asked for; folders stay."""
+    root = store.artifacts.blobs.root
+    litter(store, b"x")
+    for folder in ("tmp", "trash"):
+        (root / folder / "folder").mkdir()
+    strange = root / "trash" / "notes.txt"
+    strange.write_text("x")
+    moment = clock.now() * 1_000_000
+    os.utime(strange, ns=(moment, moment))
+    assert collect(store)["temporaryFilesRemoved"] == 0
+    clock.advance(25 * HOUR)
+    assert collect(store)["temporaryFilesRemoved"] == 1
+    assert names_in(root / "trash") == ["folder"]

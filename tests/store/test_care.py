@@ -12,12 +12,19 @@ import pytest
 from agentctl.store import migrate
 from agentctl.store.backup import backup, restore
 from agentctl.store.engine import Store
-from agentctl.store.errors import ConflictError, CorruptStore, IncompatibleVersion, NotFoundError, UsageError
+from agentctl.store.errors import (
+    ConflictError,
+    CorruptStore,
+    EnvironmentFault,
+    IncompatibleVersion,
+    NotFoundError,
+    UsageError,
+)
 from agentctl.store.faults import Faults
 from agentctl.store.records import EffectEnd, NewReconciliation
 from agentctl.store.retention import collect_runs
 from agentctl.store.verification import statistics, verify
-from support.artifacts import assert_sound, digest_of, files_of, ingest, litter, names_in
+from support.artifacts import assert_sound, collect, digest_of, files_of, ingest, litter, names_in
 from support.builders import Driver, Hand, effect_request, new_run, open_store, process_row
 from support.clock import ManualClock
 from support.rows import check_chains, rows, scalar
@@ -325,3 +332,41 @@ def test_the_space_comes_back(store: Store, clock: ManualClock) -> None:
     assert scalar(store, "PRAGMA freelist_count") == 0
     store.create_run(new_run("run-after"))
     assert verify(store.database, store.artifacts)["ok"]
+
+
+@pytest.mark.parametrize("obstacle", ["trash", ".collect.lock"])
+def test_runs_stay_when_their_artifacts_cannot_be_collected(store: Store, clock: ManualClock, obstacle: str) -> None:
+    """What cannot be finished is not begun: the report of a collection would be lost with it."""
+    finished_run(store, "run-0", {"a": b"one"})
+    clock.advance(31 * DAY / 1000)
+    place = store.artifacts.blobs.root / obstacle
+    if obstacle == "trash":
+        place.rmdir()
+        place.touch()
+    else:
+        place.mkdir()
+    with pytest.raises(EnvironmentFault) as caught:
+        collect_runs(
+            store.database, store.artifacts, clock, Faults(None), older_than_ms=0, states=STATES, dry_run=False
+        )
+    assert str(place) in caught.value.message
+    assert caught.value.remedy
+    assert rows(store, "SELECT run_id FROM runs") == [("run-0",)]
+    foreseen = collect_runs(
+        store.database, store.artifacts, clock, Faults(None), older_than_ms=0, states=STATES, dry_run=True
+    )
+    assert foreseen["runs"]["removed"] == ["run-0"]
+
+
+def test_what_cannot_be_moved_is_told_with_its_place(store: Store, clock: ManualClock) -> None:
+    """A folder in the trash under the name of a blob; the collection says so and leaves everything sound."""
+    [digest] = litter(store, b"old")
+    in_the_way = store.artifacts.blobs.root / "trash" / digest[7:]
+    in_the_way.mkdir()
+    with pytest.raises(EnvironmentFault) as caught:
+        collect(store)
+    assert str(in_the_way) in caught.value.message
+    assert caught.value.remedy
+    in_the_way.rmdir()
+    assert_sound(store.artifacts)
+    assert collect(store)["removed"] == [digest]

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 import signal
 from collections import Counter
 from collections.abc import Iterator
+from contextlib import closing
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -15,6 +17,7 @@ from agentctl.store.clock import SystemClock
 from agentctl.store.database import Database
 from agentctl.store.engine import Store
 from support import store_children
+from support.artifacts import litter, names_in
 from support.builders import Driver, new_run, open_store
 from support.children import PATIENCE, SPAWN, Children, wait_until
 from support.rows import check_chains, ledger_line, rows, scalar
@@ -230,3 +233,46 @@ def test_a_killed_writer_leaves_nothing_to_unlock(store: Store, children: Childr
     wait_until(lambda: not holder.is_alive(), "the end of a killed process")
     store.create_run(new_run())
     assert rows(store, "SELECT 1 FROM meta") == []
+
+
+@pytest.mark.parametrize("kind", ["file", "folder", "chain"])
+def test_two_names_of_one_database_share_everything(
+    store: Store, children: Children, tmp_path: Path, kind: str
+) -> None:
+    """A link to the file is no second database: both processes stand at one gate and keep one artifact store."""
+    elsewhere = tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    if kind == "folder":
+        (elsewhere / "state").symlink_to(store.path.parent)
+        link = elsewhere / "state" / store.path.name
+    else:
+        link = elsewhere / "link.db"
+        link.symlink_to(store.path)
+        if kind == "chain":
+            (elsewhere / "again.db").symlink_to(link.name)
+            link = elsewhere / "again.db"
+    before = names_in(elsewhere)
+    line, there = SPAWN.Pipe()
+    children.spawn(store_children.hold_a_write, link, there)
+    assert hear(line) == "inside"
+    with pytest.raises(BlockingIOError), open(f"{store.path}.gate", "rb") as gate:
+        fcntl.flock(gate, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    line.send("go on")
+    assert hear(line) == "out"
+    [digest] = litter(store, b"kept")
+    with closing(Store(link, SystemClock())) as other:
+        assert other.path == store.path
+        assert other.wakes.path == store.wakes.path
+        assert other.artifacts.blobs.root == store.artifacts.blobs.root
+        assert other.artifacts.verify(None)["missing"] == []
+        assert other.artifacts.inspect(digest)["status"] == "ok"
+        other.wakes.listen("somebody").close()
+    assert names_in(elsewhere) == before, "nothing lies beside the link"
+
+
+def test_a_database_is_made_where_a_link_leads(tmp_path: Path) -> None:
+    (tmp_path / "there").mkdir()
+    (tmp_path / "link.db").symlink_to("there/real.db")
+    Store(tmp_path / "link.db", SystemClock(), create=True).close()
+    assert names_in(tmp_path) == ["link.db", "there"]
+    assert "real.db" in names_in(tmp_path / "there")

@@ -26,12 +26,14 @@ def content(number: int) -> bytes:
 def ingest_until_killed(database: str, name: str, seed: int, ready: str) -> None:
     """Claim, ingest, finish; new contents and ones that were collected before."""
     store = Store(Path(database), SystemClock())
-    hand, chance = Hand(store, name), random.Random(seed)
+    hand = Hand(store, name)
     Path(ready).touch()
     while True:
         claim = hand.claim()
         if claim is None:
             os._exit(9)
+        # Every delivery of an attempt finds the same files.
+        chance = random.Random(f"{seed} {claim.fence.attempt_id}")
         numbers = [chance.randrange(60) for _ in range(chance.randrange(1, 4))]
         ingest(store, claim, {f"f{number}": content(number) for number in numbers})
         hand.finish(claim)

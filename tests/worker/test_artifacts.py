@@ -9,7 +9,7 @@ import pytest
 from agentctl.store.errors import TaskFault
 from agentctl.worker.effects import Declared
 from agentctl.worker.effects import artifacts as subject
-from agentctl.worker.effects.artifacts import find, open_found
+from agentctl.worker.effects.artifacts import find, open_found, refuse_out_of_reach
 
 
 @pytest.fixture
@@ -119,7 +119,38 @@ def test_what_is_opened_is_what_was_found(base: Path) -> None:
     (base / "w" / "out" / "deep").rename(base / "outside" / "deep")
     (base / "w" / "out" / "deep").symlink_to(base / "outside" / "deep")
     Path(a.place).unlink()
-    for item, code in ((a, "not_found"), (b, "artifact_refused"), (c, "policy_denied")):
+    for item, code in ((a, "artifact_changed"), (b, "artifact_refused"), (c, "policy_denied")):
         with pytest.raises(TaskFault) as caught:
             open_found(item, here)
         assert caught.value.code == code
+
+
+@pytest.mark.parametrize(
+    ("pattern", "reachable"),
+    [
+        ("out/a.txt", True),
+        ("out/not/yet", True),
+        ("out/**/x", True),
+        ("**/*.txt", True),
+        ("*/a.txt", True),
+        ("{base}/root/r.txt", True),
+        ("{base}/*/r.txt", True),
+        ("in.txt", False),
+        ("build/x", False),
+        ("build/*", False),
+        ("outside.txt", False),
+        ("out/away/o.txt", False),
+        ("out/away/*", False),
+        ("{base}/outside/o.txt", False),
+        ("{base}/outside/*", False),
+    ],
+)
+def test_what_can_never_be_kept_is_refused_before_its_command_runs(base: Path, pattern: str, reachable: bool) -> None:
+    (base / "w" / "out" / "away").symlink_to(base / "outside")
+    given = declared(base, pattern.format(base=base))
+    if reachable:
+        refuse_out_of_reach(given)
+        return
+    with pytest.raises(TaskFault) as caught:
+        refuse_out_of_reach(given)
+    assert (caught.value.code, caught.value.details) == ("policy_denied", {"path": pattern.format(base=base)})

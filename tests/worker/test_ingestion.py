@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 from collections.abc import Callable, Iterator
@@ -9,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from agentctl.store import blobs
 from agentctl.store.canonical import canonical, loads
 from agentctl.store.clock import SystemClock
 from agentctl.store.engine import Store
@@ -39,7 +41,7 @@ class At(Faults):
 class Scene:
     """One task that keeps two files, and a worker that is told what happens when."""
 
-    def __init__(self, folder: Path, idempotency: str = "idempotent", limit: int = 100) -> None:
+    def __init__(self, folder: Path, idempotency: str = "idempotent", limit: int = 100, keep: str = "out/*") -> None:
         self.folder = folder
         (folder / "out").mkdir()
         self.store = Store(folder / "state" / "agentctl.db", SystemClock(), create=True)
@@ -47,7 +49,7 @@ class Scene:
             "kind": "builtin.shell.exec",
             "command": "sh",
             "idempotency": idempotency,
-            "artifacts": ["out/*"],
+            "artifacts": [keep],
         }
         policy = {"approval": "never", "processAllowlist": ["sh"], "writableRoots": ["out"]}
         settings = {"actions": {"keep": action}, "policy": policy, "showDiff": False}
@@ -79,7 +81,7 @@ class Scene:
         """What the worker's loop does with an ending."""
         if ending.attempt is None:
             if not ending.held:
-                self.store.release(self.claim, effect=ending.effect, reason=ending.release or "")
+                self.store.release(self.claim, effect=ending.effect, reason=ending.release or "", pause=ending.pause)
             return
         self.store.finish(
             self.claim, ending.attempt, effect=ending.effect, next_claim=False, only_run=None, lease_ms=1000
@@ -142,10 +144,9 @@ def test_a_stop_while_it_copies_leaves_no_doubt(make: Callable[..., Scene], reas
     assert len(scene.store.artifacts.references("run-1", None)) == 2
 
 
-@pytest.mark.parametrize(("idempotency", "again"), [("idempotent", True), ("at_most_once", False)])
-def test_a_fault_of_the_disk_is_retried_only_if_the_effect_may_be(
-    make: Callable[..., Scene], monkeypatch: pytest.MonkeyPatch, idempotency: str, again: bool
-) -> None:
+@pytest.mark.parametrize("idempotency", ["idempotent", "at_most_once"])
+def test_a_store_that_cannot_take_the_bytes_pauses_the_run(make: Callable[..., Scene], idempotency: str) -> None:
+    """The effect is confirmed and must not be lost for a fault that is not the task's (field report 15)."""
     scene = make(idempotency=idempotency)
     scene.store.artifacts.blobs.stage_bytes(b"x").path.unlink()
     tmp = scene.folder / "state" / "artifacts" / "tmp"
@@ -155,13 +156,55 @@ def test_a_fault_of_the_disk_is_retried_only_if_the_effect_may_be(
 
     ending = scene.run("after_effect_result", move_away)
     tmp.with_name("away").rename(tmp)
-    error = scene.error(ending)
-    assert (error["code"], error["retryable"]) == ("artifact_store", again)
-    assert str(tmp) in error["message"]
+    assert (ending.attempt, ending.release) == (None, "artifact_store")
     scene.finish(ending)
-    scene.driver.commit()
     assert ledger_line(scene.store, "artifactBytes") == (100, 0, 0)
     assert rows(scene.store, "SELECT status FROM effects") == [("succeeded",)]
+    [(reason,)] = rows(scene.store, "SELECT pause_reason FROM runs WHERE pause_requested_at IS NOT NULL")
+    assert str(tmp) in reason
+    assert "agentctl resume run-1" in reason
+    assert scene.store.claim("worker-2", only_run=None, lease_ms=1000, awake=False) is None
+    assert scene.store.withdraw_pause("run-1", actor="test")
+    again = scene.run(name="worker-2")
+    assert again.attempt is not None and again.attempt.outcome == "succeeded"
+    scene.finish(again)
+    scene.driver.commit()
+    assert scene.executed() == 1
+    assert len(scene.store.artifacts.references("run-1", None)) == 2
+
+
+def test_a_lock_that_nobody_lets_go_pauses_the_run(make: Callable[..., Scene], monkeypatch: pytest.MonkeyPatch) -> None:
+    scene = make()
+    monkeypatch.setattr(blobs, "LOCK_NOTICE_SECONDS", 0.05)
+    monkeypatch.setattr(blobs, "LOCK_PATIENCE_SECONDS", 0.1)
+    scene.store.artifacts.blobs.stage_bytes(b"x").path.unlink()
+    lock = os.open(scene.folder / "state" / "artifacts" / ".lock", os.O_RDWR | os.O_CREAT, 0o600)
+    fcntl.flock(lock, fcntl.LOCK_EX)
+    ending = scene.run()
+    os.close(lock)
+    assert ending.pause is not None and f"process {os.getpid()}" in ending.pause
+    scene.finish(ending)
+    assert scene.store.withdraw_pause("run-1", actor="test")
+    scene.finish(scene.run(name="worker-2"))
+    scene.driver.commit()
+    assert scene.executed() == 1
+    assert len(scene.store.artifacts.references("run-1", None)) == 2
+
+
+def test_a_run_that_is_being_cancelled_does_not_pause(make: Callable[..., Scene]) -> None:
+    scene = make()
+    scene.store.artifacts.blobs.stage_bytes(b"x").path.unlink()
+    tmp = scene.folder / "state" / "artifacts" / "tmp"
+
+    def cancel() -> None:
+        scene.store.request_cancel("run-1", reason="x", actor="test")
+        tmp.rename(tmp.with_name("away"))
+
+    ending = scene.run("after_effect_result", cancel)
+    tmp.with_name("away").rename(tmp)
+    scene.finish(ending)
+    assert rows(scene.store, "SELECT state FROM attempts") == [("ready",)]
+    assert rows(scene.store, "SELECT pause_requested_at FROM runs") == [(None,)]
 
 
 def test_files_that_change_meanwhile_are_refused(make: Callable[..., Scene]) -> None:
@@ -222,3 +265,87 @@ def test_a_store_that_cannot_be_written_prevents_the_dispatch(make: Callable[...
     assert not os.path.exists(scene.folder / "ran")
     root.unlink()
     assert json.loads(canonical(error)) == error
+
+
+def dies_while_it_stores(scene: Scene, point: str = "after_staging") -> None:
+    """A worker that is gone at that point, and whose delivery the rescuer has settled."""
+
+    def die() -> None:
+        raise SystemExit
+
+    with pytest.raises(SystemExit):
+        scene.run(point, die)
+    fence = scene.claim.fence
+    assert scene.store.rescue([(fence.attempt_id, fence.delivery)], dead=[], why="x", actor="test") == ["ready"]
+
+
+@pytest.mark.parametrize(
+    ("what", "words"),
+    [("changed", "written to"), ("grown", "5000 bytes instead of 4"), ("gone", "it is gone")],
+)
+def test_what_changed_after_a_death_is_not_kept(make: Callable[..., Scene], what: str, words: str) -> None:
+    """The command's result is confirmed, and the files are those of that moment or none (seed)."""
+    scene = make()
+    dies_while_it_stores(scene)
+    target = scene.folder / "out" / "1"
+    if what == "gone":
+        target.unlink()
+    else:
+        target.write_text("two\n" if what == "changed" else "x" * 5000)
+        os.utime(target, ns=(1, 1))
+    ending = scene.run(name="worker-2")
+    error = scene.error(ending)
+    assert (error["code"], error["retryable"], error["details"]) == ("artifact_changed", False, {"path": "out/1"})
+    assert words in error["message"]
+    scene.finish(ending)
+    scene.driver.commit()
+    assert scene.executed() == 1
+    assert scene.store.artifacts.references("run-1", None) == []
+    assert ledger_line(scene.store, "artifactBytes") == (100, 0, 0)
+
+
+def test_what_came_after_a_death_is_not_kept(make: Callable[..., Scene]) -> None:
+    scene = make()
+    dies_while_it_stores(scene)
+    (scene.folder / "out" / "3").write_text("of somebody else")
+    ending = scene.run(name="worker-2")
+    scene.finish(ending)
+    scene.driver.commit()
+    assert [item["path"] for item in scene.store.artifacts.references("run-1", None)] == ["out/1", "out/2"]
+    assert rows(scene.store, "SELECT artifact_sources_json FROM attempts") == [(None,)]
+
+
+def test_what_was_stored_before_a_death_stays(make: Callable[..., Scene]) -> None:
+    """Everything is stored and only the end of the attempt is missing: the files are not looked at again."""
+    scene = make()
+    dies_while_it_stores(scene, "after_ingestion")
+    (scene.folder / "out" / "1").write_text("other")
+    (scene.folder / "out" / "2").unlink()
+    ending = scene.run(name="worker-2")
+    scene.finish(ending)
+    scene.driver.commit()
+    kept = {item["path"]: item["digest"] for item in scene.store.artifacts.references("run-1", None)}
+    assert kept == {"out/1": digest_of(b"one\n"), "out/2": digest_of(b"two\n")}
+    assert ledger_line(scene.store, "artifactBytes") == (100, 8, 0)
+
+
+def test_a_reservation_of_another_size_is_not_taken_for_the_bytes(make: Callable[..., Scene]) -> None:
+    """As an older agentctl has left it: reserved, and the files not written down."""
+    scene = make()
+    dies_while_it_stores(scene)
+    with scene.store.database.write() as tx:
+        tx.execute("UPDATE attempts SET artifact_sources_json = NULL")
+    (scene.folder / "out" / "1").write_text("x" * 5000)
+    ending = scene.run(name="worker-2")
+    error = scene.error(ending)
+    assert (error["code"], error["details"]["attempted"]) == ("budget_exceeded", 5004)
+    assert ledger_line(scene.store, "artifactBytes")[1] == 0
+
+
+@pytest.mark.parametrize("keep", ["elsewhere/1", "/etc/*"])
+def test_a_promise_outside_of_the_writable_roots_prevents_the_dispatch(make: Callable[..., Scene], keep: str) -> None:
+    scene = make(keep=keep)
+    error = scene.error(scene.run())
+    assert (error["code"], error["details"]) == ("policy_denied", {"path": keep})
+    assert rows(scene.store, "SELECT * FROM effects") == []
+    assert not (scene.folder / "ran").exists()

@@ -22,6 +22,7 @@ from typing import Final
 
 from agentctl.store.errors import TaskFault
 from agentctl.store.policy import is_inside, writable
+from agentctl.store.records import SourceFile
 
 from . import Declared
 from .paths import io_fault
@@ -34,11 +35,13 @@ _FLAGS: Final = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK | os.
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """A file that is to be kept. `place` is where it is, its last component not resolved."""
+    """A file that is to be kept. `place` is where it is, its last component not resolved; time in nanoseconds."""
 
     path: str
     place: str
     size: int
+    modified: int
+    inode: int
 
 
 def find(declared: Declared) -> list[Found]:
@@ -60,6 +63,29 @@ def find(declared: Declared) -> list[Found]:
                     details={"pattern": pattern, "limit": MAX_ARTIFACTS},
                 )
     return [found[path] for path in sorted(found)]
+
+
+def refuse_out_of_reach(declared: Declared) -> None:
+    """Raise `policy_denied` for a pattern that can name nothing under a writable root, before its command runs.
+
+    Of a name its folder is resolved, of a glob the folders before its first wildcard: it may begin above a root. Links
+    that the command makes are not foreseen; what is found at last is looked at again (`find`).
+    """
+    for pattern in declared.patterns:
+        whole = os.path.join(declared.workspace, pattern)
+        if has_magic(pattern):
+            wildcard = next(index for index, letter in enumerate(pattern) if letter in "*?[")
+            place = os.path.realpath(os.path.join(declared.workspace, os.path.dirname(pattern[:wildcard])))
+            reachable = writable(place, declared.roots) or any(is_inside(root, place) for root in declared.roots)
+        else:
+            folder = os.path.realpath(os.path.dirname(whole))
+            reachable = writable(os.path.join(folder, os.path.basename(whole)), declared.roots)
+        if not reachable:
+            raise TaskFault(
+                "policy_denied",
+                f"the artifact {pattern!r} is not under a writable root; name its folder in policy.writableRoots",
+                details={"path": pattern},
+            )
 
 
 def _matches(pattern: str, workspace: str) -> Iterator[str]:
@@ -89,7 +115,7 @@ def _examine(place: str, declared: Declared, *, required: bool) -> Found | None:
     if stat.S_ISDIR(status.st_mode) and not required:
         return None
     _require_regular(path, status)
-    return Found(path, resolved, status.st_size)
+    return Found(path, resolved, status.st_size, status.st_mtime_ns, status.st_ino)
 
 
 def _require_regular(path: str, status: os.stat_result) -> None:
@@ -114,20 +140,48 @@ def logical_path(resolved: str, workspace: str) -> str:
     return path
 
 
+def as_recorded(source: SourceFile, declared: Declared) -> Found:
+    """A file that an earlier delivery has found: it is that one, as it was, or `open_found` refuses it."""
+    place = os.path.join(declared.workspace, source.path)
+    return Found(source.path, place, source.size_bytes, source.modified_ns, source.inode)
+
+
 def open_found(item: Found, declared: Declared) -> int:
-    """Open a file that was found, and make sure that it is that file, unmoved. Raises `TaskFault`."""
+    """Open a file that was found, and make sure that it is that file, unmoved and unchanged. Raises `TaskFault`."""
     try:
         descriptor = os.open(item.place, _FLAGS)
     except OSError as error:
+        if isinstance(error, FileNotFoundError | NotADirectoryError):
+            raise _changed(item, "it is gone") from error
         if error.errno == errno.ELOOP:
             raise TaskFault("artifact_refused", f"{item.path!r} has become a symbolic link") from error
         raise io_fault(item.path, error) from error
     try:
         status = os.fstat(descriptor)
         _require_regular(item.path, status)
+        require_unchanged(item, status)
         if not writable(os.readlink(f"/proc/self/fd/{descriptor}"), declared.roots):
             raise TaskFault("policy_denied", f"{item.path!r} is not under a writable root any more")
     except BaseException:
         os.close(descriptor)
         raise
     return descriptor
+
+
+def require_unchanged(item: Found, status: os.stat_result) -> None:
+    """Raise `artifact_changed` unless an open file is the one that was found, with its size and its last change."""
+    if status.st_size != item.size:
+        raise _changed(item, f"{status.st_size} bytes instead of {item.size}")
+    if status.st_ino != item.inode:
+        raise _changed(item, "it is another file")
+    if status.st_mtime_ns != item.modified:
+        raise _changed(item, "it was written to")
+
+
+def _changed(item: Found, how: str) -> TaskFault:
+    return TaskFault(
+        "artifact_changed",
+        f"{item.path!r} has changed since the command ended ({how}), so what it left cannot be kept any more; "
+        "run the task again in a new run, and let nothing else write there meanwhile",
+        details={"path": item.path},
+    )

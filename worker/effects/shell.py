@@ -41,6 +41,7 @@ from agentctl.store.policy import environment_allowed, process_allowed, refuse_d
 from agentctl.store.process_identity import EFFECT_MARKER, HOLDER_MARKER
 
 from . import Declared, EffectContext, EffectOutcome, EffectPlan, Work, process, refuse_cancelled
+from .artifacts import refuse_out_of_reach
 from .paths import checked_text, io_fault, resolve_readable, workspace_of
 from .process import Command, Ending, ProcessResult
 
@@ -181,7 +182,9 @@ def _declared(value: Any, work: Work, workspace: str) -> Declared | None:
     roots = tuple(os.path.realpath(os.path.join(workspace, root)) for root in work.policy.writable_roots)
     if not roots:
         raise TaskFault("policy_denied", "artifacts come from under policy.writableRoots, and there are none")
-    return Declared(tuple(patterns), workspace, roots)
+    declared = Declared(tuple(patterns), workspace, roots)
+    refuse_out_of_reach(declared)
+    return declared
 
 
 def _stdin(value: Any) -> bytes | None:
