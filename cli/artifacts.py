@@ -10,8 +10,9 @@ import click
 from agentctl.store.errors import UsageError
 
 from .main import Settings, VerbGroup, pass_settings
-from .render import Printer, clean, size, when
+from .render import Printer, clean, counted, size, when
 from .run import open_store, views_of
+from .stopping import tidy
 
 EXIT_DAMAGED = 5
 SHOWN_DAMAGED = 20
@@ -87,14 +88,16 @@ def artifacts_verify(settings: Settings, name: str | None, everything: bool) -> 
     data["ok"] = not (data["missing"] or data["corrupt"])
 
     def human(out: Printer) -> None:
-        out.line(f"{data['checked']} artifacts, {size(data['bytes'])}: {'all sound' if data['ok'] else 'damaged'}")
+        state = "all sound" if data["ok"] else "damaged"
+        out.line(f"{counted(data['checked'], 'artifact')}, {size(data['bytes'])}: {state}")
         for word in ("missing", "corrupt"):
             for digest in data[word][:SHOWN_DAMAGED]:
                 out.line(f"  {out.paint(word, 'red')} {digest}")
             if len(data[word]) > SHOWN_DAMAGED:
                 out.line(f"  and {len(data[word]) - SHOWN_DAMAGED} more {word}")
         if data["untracked"]:
-            out.line(f"  {len(data['untracked'])} files without a record; `agentctl artifacts gc` removes old ones")
+            files = counted(len(data["untracked"]), "file")
+            out.line(f"  {files} without a record; `agentctl artifacts gc` removes old ones")
 
     Printer(settings).result("ArtifactVerification", data, human)
     if not data["ok"]:
@@ -110,7 +113,8 @@ def artifacts_export(settings: Settings, name: str, destination: Path, overwrite
     """Copy a blob to a file. DEST appears when the bytes are complete and verified, or not at all."""
     with closing(open_store(settings)) as store:
         digest = store.artifacts.find(name)
-        written = store.artifacts.export(digest, destination, overwrite=overwrite)
+        with tidy():
+            written = store.artifacts.export(digest, destination, overwrite=overwrite)
     data = {"digest": digest, "path": str(destination), "sizeBytes": written}
     Printer(settings).result(
         "ArtifactExport", data, lambda out: out.line(f"{digest} -> {clean(str(destination))}, {size(written)}")
@@ -143,8 +147,8 @@ def artifacts_gc(settings: Settings, days: int, dry_run: bool) -> None:
     def human(out: Printer) -> None:
         verb = "would be removed" if dry_run else "removed"
         count = data["considered"] if dry_run else len(data["removed"])
-        out.line(f"{count} artifacts {verb}, {size(data['reclaimedBytes'])}")
+        out.line(f"{counted(count, 'artifact')} {verb}, {size(data['reclaimedBytes'])}")
         if data["temporaryFilesConsidered"]:
-            out.line(f"{data['temporaryFilesConsidered']} unfinished files {verb}")
+            out.line(f"{counted(data['temporaryFilesConsidered'], 'unfinished file')} {verb}")
 
     Printer(settings).result("ArtifactCollection", data, human)

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 from contextlib import closing
 from pathlib import Path
+from shlex import quote
 from typing import Any
 
 import click
 from agentctl.store.errors import NotFoundError
 
 from .main import Settings, Verb, VerbGroup, pass_settings
-from .render import Printer, clean, size
+from .render import Printer, clean, counted, size
 from .run import open_store
+from .stopping import tidy
 
 EXIT_DAMAGED = 5
 SHOWN_RUNS = 20
@@ -38,7 +40,8 @@ def db_stats(settings: Settings) -> None:
         runs = ", ".join(f"{number} {state}" for state, number in data["runs"].items()) or "none"
         out.line(f"  runs: {runs}")
         kept = data["artifacts"]
-        out.line(f"  artifacts: {kept['blobs']}, {size(kept['bytes'])}, {kept['references']} references")
+        references = counted(kept["references"], "reference")
+        out.line(f"  artifacts: {kept['blobs']}, {size(kept['bytes'])}, {references}")
         out.table(("TABLE", "ROWS"), [(name, number) for name, number in data["rows"].items() if number])
 
     Printer(settings).result("DbStats", data, human)
@@ -55,9 +58,10 @@ def db_verify(settings: Settings, no_artifacts: bool) -> None:
         data = verify(store.database, None if no_artifacts else store.artifacts)
 
     def human(out: Printer) -> None:
-        out.line(f"{data['runsChecked']} runs: " + ("all sound" if data["ok"] else out.paint("damaged", "red")))
+        sound = "everything is sound" if data["ok"] else out.paint(counted(data["problemCount"], "problem"), "red")
+        out.line(f"{counted(data['runsChecked'], 'run')} checked: {sound}")
         if data["artifacts"] is not None:
-            out.line(f"{data['artifacts']['checked']} artifacts, {size(data['artifacts']['bytes'])}")
+            out.line(f"{counted(data['artifacts']['checked'], 'artifact')}, {size(data['artifacts']['bytes'])}")
         for problem in data["problems"]:
             out.line(f"  {clean(problem['where'])}: {clean(problem['message'])}")
         if data["problemCount"] > len(data["problems"]):
@@ -78,13 +82,13 @@ def db_backup(settings: Settings, destination: Path) -> None:
     """
     from agentctl.store.backup import backup
 
-    with closing(open_store(settings)) as store:
+    with closing(open_store(settings)) as store, tidy():
         data = backup(store, destination)
 
     def human(out: Printer) -> None:
         out.line(
-            f"{clean(data['path'])}: {data['runs']} runs, {size(data['databaseBytes'])}; "
-            f"{data['artifacts']} artifacts, {size(data['artifactBytes'])}"
+            f"{clean(data['path'])}: {counted(data['runs'], 'run')}, {size(data['databaseBytes'])}; "
+            f"{counted(data['artifacts'], 'artifact')}, {size(data['artifactBytes'])}"
         )
 
     Printer(settings).result("DbBackup", data, human)
@@ -98,11 +102,16 @@ def db_restore(settings: Settings, source: Path) -> None:
     from agentctl.store.backup import restore
     from agentctl.store.clock import SystemClock
 
-    data = restore(source, settings.database, SystemClock())
+    with tidy():
+        data = restore(source, settings.database, SystemClock())
 
     def human(out: Printer) -> None:
-        out.line(f"{clean(data['path'])}: {data['runs']} runs, {data['artifacts']} artifacts")
-        out.line("next: `agentctl db verify`, then `agentctl resume RUN` for what was running")
+        runs, kept = counted(data["runs"], "run"), counted(data["artifacts"], "artifact")
+        out.line(f"{clean(data['path'])}: {runs}, {kept}")
+        place = f"--db {clean(quote(data['path']))}"
+        out.line(f"next: `agentctl db verify {place}`")
+        if data["openRuns"]:
+            out.line(f"then: `agentctl resume RUN {place}` for {counted(data['openRuns'], 'run')} that had not ended")
 
     Printer(settings).result("DbRestore", data, human)
 
@@ -163,7 +172,7 @@ def gc(settings: Settings, days: int, states: tuple[str, ...], dry_run: bool) ->
     def human(out: Printer) -> None:
         verb = "would be removed" if dry_run else "removed"
         removed = data["runs"]["removed"]
-        out.line(f"{len(removed)} runs {verb}")
+        out.line(f"{counted(len(removed), 'run')} {verb}")
         for run_id in removed[:SHOWN_RUNS]:
             out.line(f"  {run_id}")
         if len(removed) > SHOWN_RUNS:
@@ -172,8 +181,8 @@ def gc(settings: Settings, days: int, states: tuple[str, ...], dry_run: bool) ->
             out.line(f"  kept {item['runId']}: {item['why'].replace('_', ' ')}")
         kept = data["artifacts"]
         count = kept["considered"] if dry_run else len(kept["removed"])
-        out.line(f"{count} artifacts {verb}, {size(kept['reclaimedBytes'])}")
-        out.line(f"{data['memory']['expired']} expired memory entries {verb}")
+        out.line(f"{counted(count, 'artifact')} {verb}, {size(kept['reclaimedBytes'])}")
+        out.line(f"{counted(data['memory']['expired'], 'expired memory entry', 'expired memory entries')} {verb}")
         if not dry_run:
             out.line(f"database: {size(data['fileBytesBefore'])} before, {size(data['fileBytesAfter'])} now")
 

@@ -303,11 +303,19 @@ def schema_text() -> str:
 
 def write_atomically(target: Path, text: str) -> None:
     """Replace a file at once. Raises `EnvironmentFault`; then whatever was there before is still there."""
-    temporary = target.with_name(f".{target.name}.agentctl.tmp")
+    from agentctl.store import blobs
+
+    from .stopping import tidy
+
     try:
-        temporary.write_text(text, encoding="utf-8")
-        temporary.replace(target)
+        data = text.encode("utf-8")
+
+        def fill(descriptor: int) -> None:
+            with open(descriptor, "wb", closefd=False) as file:
+                file.write(data)
+
+        with tidy():
+            blobs.write_atomically(target, fill, overwrite=True)
     except (OSError, ValueError) as error:
-        temporary.unlink(missing_ok=True)
         reason = error.strerror if isinstance(error, OSError) else str(error)
         raise EnvironmentFault(f"cannot write {target}: {reason}", remedy="choose another place") from error

@@ -248,6 +248,11 @@ def size(number: int) -> str:
     return f"{amount:.1f} GiB"
 
 
+def counted(number: int, one: str, many: str | None = None) -> str:
+    """`1 run`, `2 runs`."""
+    return f"{number} {one if number == 1 else many or one + 's'}"
+
+
 def counts_text(counts: Mapping[str, int]) -> str:
     """`98 succeeded, 2 failed`, final states first."""
     known = [f"{counts[state]} {state}" for state in _ORDER if counts.get(state)]

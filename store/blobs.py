@@ -91,6 +91,10 @@ class Blobs:
                     remedy="give this user write permission there, or mount it writable",
                 )
 
+    def folders(self) -> tuple[Path, ...]:
+        """The folders that a store of blobs has, innermost first."""
+        return (self._trash, self._tmp, self._shelves, self.root)
+
     def _make(self) -> None:
         if self._made:
             return
@@ -156,6 +160,13 @@ class Blobs:
         """Write `data` to a file of this process. Raises OSError."""
         return self._stage(lambda: iter((memoryview(data),)))
 
+    def stage_blob(self, source: Blobs, digest: str) -> Staged:
+        """Copy a blob of another folder; the digest of what came says whether it was sound.
+
+        Raises FileNotFoundError, `EnvironmentFault` when it cannot be read, and OSError when it cannot be written.
+        """
+        return self._stage(lambda: source.pieces(digest))
+
     def stage_file(self, descriptor: int, size: int, stopped: Callable[[], bool]) -> Staged:
         """Copy `size` bytes of an open file, hashing them on the way.
 
@@ -166,7 +177,7 @@ class Blobs:
 
     def _stage(self, pieces: Callable[[], Iterator[memoryview]]) -> Staged:
         self._make()
-        path = self._tmp / f"{_writer_name()}.{next(_numbers)}"
+        path = self._tmp / f"{writer_name()}.{next(_numbers)}"
         descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
         try:
             try:
@@ -250,17 +261,41 @@ class Blobs:
         return "ok" if PREFIX + hasher.hexdigest() == digest else "corrupt"
 
     def copy_out(self, digest: str, target: int) -> bool:
-        """Copy a blob into an open file and say whether the bytes are those of its name. Raises FileNotFoundError."""
-        descriptor = os.open(self.path_of(digest), _READ)
+        """Copy a blob into an open file and say whether the bytes are those of its name.
+
+        Raises FileNotFoundError, `EnvironmentFault` when the blob cannot be read, and OSError when the file cannot be
+        written.
+        """
+        hasher = sha256()
+        for piece in self.pieces(digest):
+            hasher.update(piece)
+            while piece:
+                piece = piece[os.write(target, piece) :]
+        return PREFIX + hasher.hexdigest() == digest
+
+    def pieces(self, digest: str) -> Iterator[memoryview]:
+        """The bytes of a blob, always in the same buffer.
+
+        Raises FileNotFoundError, also for a name that leads elsewhere, and `EnvironmentFault`: what fails here is the
+        reading, whatever the caller does with the bytes.
+        """
+        path = self.path_of(digest)
         try:
-            hasher = sha256()
-            for piece in _pieces_of(descriptor, None, lambda: False):
-                hasher.update(piece)
-                while piece:
-                    piece = piece[os.write(target, piece) :]
+            descriptor = os.open(path, _READ)
+        except OSError as error:
+            raise _unreadable(path, error) from error
+        try:
+            found = _pieces_of(descriptor, None, lambda: False)
+            while True:
+                try:
+                    piece = next(found, None)
+                except OSError as error:
+                    raise _unreadable(path, error) from error
+                if piece is None:
+                    return
+                yield piece
         finally:
             os.close(descriptor)
-        return PREFIX + hasher.hexdigest() == digest
 
     def stored(self) -> Iterator[tuple[str, os.stat_result]]:
         """(digest, status) of every blob file."""
@@ -309,7 +344,7 @@ class Blobs:
         found = []
         for entry in _scan(self._tmp):
             with suppress(FileNotFoundError):
-                found.append((Path(entry.path), _liveness(entry.name), entry.stat(follow_symlinks=False)))
+                found.append((Path(entry.path), writer_liveness(entry.name), entry.stat(follow_symlinks=False)))
         return found
 
     def needs_care(self) -> bool:
@@ -387,11 +422,21 @@ def _pieces_of(descriptor: int, size: int | None, stopped: Callable[[], bool]) -
         raise TaskFault("artifact_changed", f"a file of {size} bytes changed its size while it was being stored")
 
 
-def _writer_name() -> str:
+def _unreadable(path: Path, error: OSError) -> Exception:
+    if error.errno in (errno.ENOENT, errno.ENOTDIR, errno.ELOOP):
+        return FileNotFoundError(errno.ENOENT, "there is no such blob", str(path))
+    return EnvironmentFault(
+        f"cannot read {path}: {error.strerror}", remedy="let this user read it, and check the disk that it is on"
+    )
+
+
+def writer_name() -> str:
+    """This process, as the beginning of the name of a file that only it writes."""
     return process_identity.current().as_text().replace(" ", "_")
 
 
-def _liveness(name: str) -> Liveness:
+def writer_liveness(name: str) -> Liveness:
+    """What is known of the process whose `writer_name` a name begins with, up to a dot."""
     writer = name.partition(".")[0].split("_")
     if len(writer) != 4 or not all(part.isascii() and part.isdigit() for part in writer[1:]):
         return Liveness.UNKNOWN

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 import os
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import apsw
 import pytest
-from agentctl.store import migrate
+from agentctl.store import migrate, process_identity
 from agentctl.store.backup import backup, restore
 from agentctl.store.engine import Store
 from agentctl.store.errors import ConflictError, CorruptStore, IncompatibleVersion, NotFoundError, UsageError
@@ -245,6 +247,86 @@ def test_a_backup_with_damaged_bytes_restores_nothing(half_done: Store, tmp_path
         restore(tmp_path / "copy", tmp_path / "r" / "r.db", clock)
     assert not (tmp_path / "r" / "r.db").exists()
     assert not [path for path in (tmp_path / "r").rglob("*") if path.is_file() and path.name.startswith(".")]
+
+
+def hold_open(folder: Path) -> subprocess.Popen[bytes]:
+    """A process that lives until it is killed."""
+    return subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE, cwd=folder)
+
+
+def unfinished(folder: Path, writer: str, ending: str) -> Path:
+    """What a process leaves that dies in the middle of a backup or of restoring one."""
+    path = folder / f".agentctl-{writer}{ending}"
+    if ending == ".partial":
+        (path / "artifacts").mkdir(parents=True)
+        (path / "runtime.db").write_bytes(b"x")
+    else:
+        path.write_bytes(b"x")
+    return path
+
+
+def test_what_the_dead_have_left_half_written_goes_with_the_next_copy(
+    half_done: Store, tmp_path: Path, clock: ManualClock
+) -> None:
+    child = hold_open(tmp_path)
+    identity = process_identity.of(child.pid)
+    assert identity is not None
+    writer = identity.as_text().replace(" ", "_")
+    left = [unfinished(tmp_path, writer, ending) for ending in (".partial", ".restoring", ".restoring-wal")]
+    strange = unfinished(tmp_path, "1234", ".partial")
+    backup(half_done, tmp_path / "first")
+    restore(tmp_path / "first", tmp_path / "first.db", clock)
+    assert all(path.exists() for path in left), "they belong to a living process"
+    child.kill()
+    child.wait()
+    backup(half_done, tmp_path / "second")
+    assert [path.exists() for path in left] == [False, True, True]
+    restore(tmp_path / "first", tmp_path / "second.db", clock)
+    assert [path.exists() for path in left] == [False, False, False]
+    assert strange.exists(), "nobody knows whose it is"
+    assert child.stdin is not None
+    child.stdin.close()
+
+
+def test_restoring_leaves_the_database_and_its_bytes_and_nothing_else(
+    half_done: Store, tmp_path: Path, clock: ManualClock
+) -> None:
+    backup(half_done, tmp_path / "copy")
+    restore(tmp_path / "copy", tmp_path / "new" / "r.db", clock)
+    assert names_in(tmp_path / "new") == ["artifacts", "r.db"]
+    assert names_in(tmp_path / "new" / "artifacts" / "tmp") == []
+
+
+def test_a_backup_that_cannot_be_restored_leaves_nothing_at_all(
+    half_done: Store, tmp_path: Path, clock: ManualClock
+) -> None:
+    backup(half_done, tmp_path / "copy")
+    digest = max(path.name for path in (tmp_path / "copy" / "artifacts" / "sha256").rglob("*") if path.is_file())
+    blob = tmp_path / "copy" / "artifacts" / "sha256" / digest[:2] / digest
+    blob.unlink()
+    (tmp_path / "there").mkdir()
+    for place in ("new/deep/r.db", "there/r.db"):
+        with pytest.raises(CorruptStore, match=digest) as caught:
+            restore(tmp_path / "copy", tmp_path / place, clock)
+        assert caught.value.remedy == "use another backup"
+    assert not (tmp_path / "new").exists()
+    assert names_in(tmp_path / "there") == []
+
+
+def test_a_backup_does_not_go_into_the_store_nor_a_database_into_a_backup(
+    half_done: Store, tmp_path: Path, clock: ManualClock
+) -> None:
+    home = half_done.path.parent
+    before = names_in(home)
+    (home / "agentctl.db.wake").mkdir(exist_ok=True)
+    for place in (home / "artifacts" / "copy", home / "artifacts" / "sha256" / "x", home / "agentctl.db.wake" / "x"):
+        with pytest.raises(UsageError, match="inside of the store"):
+            backup(half_done, place)
+    assert not (home / "artifacts" / "copy").exists()
+    backup(half_done, home / "beside")
+    with pytest.raises(UsageError, match="inside of the backup"):
+        restore(home / "beside", home / "beside" / "r.db", clock)
+    assert set(names_in(home)) == {*before, "beside", "agentctl.db.wake"}
 
 
 # -- retention ---------------------------------------------------------------------------------------------------------
