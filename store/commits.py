@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from . import approvals, artifacts, audit, effects, holds, ledger, runs, task_queue
-from .canonical import canonical
+from .canonical import canonical, text_digest
 from .database import Connection, all_rows
 from .errors import ConflictError, RunMoved
 from .records import Batch, Event, Run
@@ -90,6 +90,8 @@ def commit_batch(
         events = [*events, _end_run(tx, run, batch, now)]
         state["state"] = batch.run_state
         state["reason"] = batch.run_reason
+        if batch.run_output_json is not None:
+            state["output"] = text_digest(batch.run_output_json)
     audit.append(tx, run.run_id, events, actor="coordinator", now=now)
     if state:
         audit.append_checkpoint(tx, run.run_id, canonical(state), now=now)

@@ -109,6 +109,51 @@ def test_a_sound_store(half_done: Store) -> None:
         ("DELETE FROM artifact_refs WHERE run_id = 'run-0' AND logical_path = 'a'", "references"),
         ("INSERT INTO memory_values VALUES ('run-0', 'k', 5, '2')", "working memory"),
         ("UPDATE runs SET audit_sequence = 99 WHERE run_id = 'run-0'", "gap"),
+        ("UPDATE runs SET workflow_digest = 'x' WHERE run_id = 'run-0'", "creation of another run"),
+        ("UPDATE runs SET plan_digest = 'x' WHERE run_id = 'run-0'", "creation of another run"),
+        ("UPDATE runs SET trace_id = 'x' WHERE run_id = 'run-0'", "belongs to another run"),
+        ("UPDATE run_documents SET workflow_json = '[]' WHERE run_id = 'run-0'", "the workflow of the run"),
+        ("UPDATE run_documents SET plan_json = '[]' WHERE run_id = 'run-0'", "the plan of the run"),
+        ("UPDATE run_documents SET inputs_json = '[]' WHERE run_id = 'run-0'", "the inputs of the run"),
+        ("UPDATE run_documents SET settings_json = '[]' WHERE run_id = 'run-0'", "the settings of the run"),
+        ("INSERT INTO run_outputs VALUES ('run-0', '1')", "output of the run"),
+        ("UPDATE effects SET input_json = '{}' WHERE run_id = 'run-0'", "input of effect"),
+        ("UPDATE effects SET input_digest = 'x' WHERE run_id = 'run-0'", "its identity"),
+        ("UPDATE effects SET effect_id = 'x' WHERE run_id = 'run-0'", "its identity"),
+        ("UPDATE effects SET operation = 'x' WHERE run_id = 'run-0'", "another request"),
+        ("UPDATE effects SET idempotency_key = 'x' WHERE run_id = 'run-0'", "its identity"),
+        ("UPDATE attempts SET result_json = '7' WHERE run_id = 'run-0'", "not the result of its attempt"),
+        (
+            "UPDATE tasks SET output_json = '7', output_digest = "
+            "'sha256:v1:7902699be42c8a8e46fbbb4501726517e86b22c56a189f7625a6da49081b2451' WHERE run_id = 'run-0'",
+            "another attempt or output",
+        ),
+        ("INSERT OR REPLACE INTO budget_lines VALUES ('run-0', 'artifactBytes', 10, 3, 0)", "has used 3"),
+        ("INSERT OR REPLACE INTO budget_lines VALUES ('run-0', 'artifactBytes', 10, 0, 3)", "holds 3"),
+        (
+            "INSERT INTO budget_reservations VALUES ('run-0', 'r', 1, 'artifactBytes', 3, NULL, 'released')",
+            "the reservation r",
+        ),
+        (
+            "DROP TRIGGER audit_events_no_update; UPDATE audit_events SET payload_json = '{}' "
+            "WHERE run_id = 'run-0' AND event_type = 'task.transition' AND payload_json LIKE '%succeeded%'",
+            "is succeeded, the audit trail",
+        ),
+        (
+            "DROP TRIGGER audit_events_no_update; UPDATE audit_events SET payload_json = '{' "
+            "WHERE run_id = 'run-0' AND sequence = 2",
+            "event 2 of the audit trail is damaged",
+        ),
+        (
+            "DROP TRIGGER audit_events_no_update; UPDATE audit_events SET event_type = 'effect.failed' "
+            "WHERE run_id = 'run-0' AND event_type = 'effect.succeeded'",
+            "is succeeded, the audit trail",
+        ),
+        (
+            "DROP TRIGGER audit_events_no_update; UPDATE audit_events SET sequence = sequence + 1 "
+            "WHERE run_id = 'run-0' AND sequence = (SELECT MAX(sequence) FROM audit_events WHERE run_id = 'run-0')",
+            "gap before event",
+        ),
         (
             "DROP TRIGGER checkpoints_no_update; UPDATE checkpoints SET state_json = '{}' "
             "WHERE run_id = 'run-0' AND sequence = 2",
