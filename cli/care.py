@@ -51,7 +51,7 @@ def db_stats(settings: Settings) -> None:
 @click.option("--no-artifacts", is_flag=True, help="Leave out the bytes of artifacts.")
 @pass_settings
 def db_verify(settings: Settings, no_artifacts: bool) -> None:
-    """Check the file, the history of every run against the tables, all digests, and artifacts. Exit 5 on damage."""
+    """Check the file, the history of every run against the tables, digests, ledger and artifacts. Exit 5 on damage."""
     from agentctl.store.verification import verify
 
     with closing(open_store(settings)) as store:

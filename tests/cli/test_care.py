@@ -58,9 +58,32 @@ def test_verify(cli: Any, done: str) -> None:
     assert cli.json("db", "verify", "--no-artifacts").data["artifacts"] is None
     change(cli.database, "UPDATE tasks SET output_json = '{\"a\":1}'")
     broken = cli.json("db", "verify")
-    assert (broken.code, broken.data["ok"], broken.data["problemCount"]) == (5, False, 1)
-    assert "does not fit its digest" in broken.data["problems"][0]["message"]
+    assert (broken.code, broken.data["ok"], broken.data["problemCount"]) == (5, False, 2)
+    told = [problem["message"] for problem in broken.data["problems"]]
+    assert "does not fit its digest" in told[0]
+    assert "not the result of its attempt" in told[1]
     assert cli("db", "verify").code == 5
+
+
+def test_verify_compares_what_effects_have_done_with_outputs(cli: Any, done: str) -> None:
+    change(cli.database, "UPDATE effects SET result_json = '{}'")
+    broken = cli.json("db", "verify").data["problems"]
+    assert ["not the result of its attempt" in problem["message"] for problem in broken] == [True]
+
+
+def test_verify_computes_the_digests_of_a_run_again(cli: Any, done: str) -> None:
+    change(cli.database, "UPDATE run_documents SET plan_json = json_set(plan_json, '$.maxConcurrency', 63)")
+    change(cli.database, "UPDATE run_outputs SET output_json = '{}'")
+    found = [problem["message"] for problem in cli.json("db", "verify").data["problems"]]
+    assert "the output of the run is not the one that its chain tells of" in found
+    assert found.count("the plan of the run does not fit its digest") == 2, "that of its text, and that of the contract"
+
+
+def test_the_delta_of_a_task_without_memory_is_the_empty_one(cli: Any, done: str) -> None:
+    task = cli.json("inspect", done).data["tasks"][0]
+    assert task["stateDelta"] == {"formatVersion": 1, "remove": [], "set": {}}
+    known = "sha256:v1:6bb66b760a4352963c62c5094a0de9e1f755bee6fadb53c571914cf9154e26f0"
+    assert task["stateDeltaDigest"] == known
 
 
 def test_backup_and_restore(cli: Any, done: str) -> None:
