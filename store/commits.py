@@ -21,6 +21,12 @@ def commit_batch(
     """
     runs.check_driver(tx, run.run_id, driver=driver, epoch=epoch, revision=revision)
     first = run.first_task
+    # A retry without backoff is due at once: the task waits, and is ready again, within one batch.
+    if batch.waits:
+        tx.executemany(
+            "UPDATE tasks SET state = ?, retry_at = ?, error_json = ?, updated_at = ? WHERE task_no = ?",
+            [(state, retry_at, error, now, first + position) for state, retry_at, error, position in batch.waits],
+        )
     if batch.readies:
         tx.executemany(
             "UPDATE tasks SET state = 'ready', decision_json = ?, input_digest = ?, retry_at = NULL, updated_at = ? "
@@ -41,11 +47,6 @@ def commit_batch(
         )
         if tx.total_changes() - before != len(batch.finals):
             raise ConflictError("a task of this batch has ended already", run_id=run.run_id)
-    if batch.waits:
-        tx.executemany(
-            "UPDATE tasks SET state = ?, retry_at = ?, error_json = ?, updated_at = ? WHERE task_no = ?",
-            [(state, retry_at, error, now, first + position) for state, retry_at, error, position in batch.waits],
-        )
     if batch.closed:
         before = tx.total_changes()
         tx.executemany(

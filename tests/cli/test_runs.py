@@ -337,3 +337,26 @@ def test_a_run_of_a_newer_version_is_refused_by_every_verb(cli: Any) -> None:
         result = cli.json(verb, run_id)
         assert (result.code, result.error["code"]) == (5, "incompatible_version"), verb
     assert cli.json("runs", "list").error["code"] == "incompatible_version"
+
+
+def test_a_retry_that_is_due_at_once(cli: Any) -> None:
+    """The task waits for its retry and is ready again within one commit: what is written last has to be `ready`."""
+    cli.write("again.yaml", AGAIN)
+    result = cli.json("run", "again.yaml", timeout=50)
+    assert (result.code, result.data["state"]) == (4, "failed")
+    assert cli.json("db", "verify").data["problems"] == []
+
+
+AGAIN = """\
+apiVersion: agentctl.dev/v1
+kind: Workflow
+metadata: {name: again}
+spec:
+  policy: {approval: never, processAllowlist: [sh]}
+  actions: {sh: {kind: builtin.shell.exec, command: sh, idempotency: idempotent}}
+  tasks:
+    - id: fails
+      uses: action:sh
+      retry: {maxAttempts: 2}
+      with: {args: ["-c", "exit 1"]}
+"""
