@@ -307,7 +307,9 @@ def test_the_length_of_a_link_does_not_grow_with_the_run(store: Store) -> None:
     for position in range(20):
         driver.enqueue([position])
     sizes = [row[0] for row in rows(store, "SELECT LENGTH(state_json) FROM checkpoints ORDER BY sequence")]
-    assert max(sizes) < 200
+    # The first one tells of the documents, by four digests.
+    assert sizes[0] < 600
+    assert max(sizes[1:]) < 200
 
 
 @pytest.mark.parametrize(
