@@ -12,6 +12,7 @@ from agentctl.store.errors import NotFoundError, UsageError
 from .main import Settings, VerbGroup, pass_settings
 from .render import Printer, clean, counted, size, when
 from .run import open_store, views_of
+from .stopping import tidy
 
 EXIT_DAMAGED = 5
 SHOWN_DAMAGED = 20
@@ -126,7 +127,8 @@ def artifacts_export(settings: Settings, name: str, destination: str, overwrite:
         )
     with closing(open_store(settings)) as store:
         digest = store.artifacts.find(name)
-        written = store.artifacts.export(digest, Path(destination), overwrite=overwrite)
+        with tidy():
+            written = store.artifacts.export(digest, Path(destination), overwrite=overwrite)
     data = {"digest": digest, "path": destination, "sizeBytes": written}
     Printer(settings).result(
         "ArtifactExport", data, lambda out: out.line(f"{digest} -> {clean(destination)}, {size(written)}")

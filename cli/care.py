@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from contextlib import closing
 from pathlib import Path
+from shlex import quote
 from typing import Any
 
 import click
@@ -12,6 +13,7 @@ from agentctl.store.errors import NotFoundError
 from .main import Settings, Verb, VerbGroup, pass_settings
 from .render import Printer, clean, counted, size
 from .run import open_store
+from .stopping import tidy
 
 EXIT_DAMAGED = 5
 SHOWN_RUNS = 20
@@ -38,7 +40,8 @@ def db_stats(settings: Settings) -> None:
         runs = ", ".join(f"{number} {state}" for state, number in data["runs"].items()) or "none"
         out.line(f"  runs: {runs}")
         kept = data["artifacts"]
-        out.line(f"  artifacts: {kept['blobs']}, {size(kept['bytes'])}, {kept['references']} references")
+        references = counted(kept["references"], "reference")
+        out.line(f"  artifacts: {kept['blobs']}, {size(kept['bytes'])}, {references}")
         out.table(("TABLE", "ROWS"), [(name, number) for name, number in data["rows"].items() if number])
 
     Printer(settings).result("DbStats", data, human)
@@ -48,16 +51,15 @@ def db_stats(settings: Settings) -> None:
 @click.option("--no-artifacts", is_flag=True, help="Leave out the bytes of artifacts.")
 @pass_settings
 def db_verify(settings: Settings, no_artifacts: bool) -> None:
-    """Check the file, the history of every run against the tables, all digests, and artifacts. Exit 5 on damage."""
+    """Check the file, the history of every run against the tables, digests, ledger and artifacts. Exit 5 on damage."""
     from agentctl.store.verification import verify
 
     with closing(open_store(settings)) as store:
         data = verify(store.database, None if no_artifacts else store.artifacts)
 
     def human(out: Printer) -> None:
-        out.line(
-            f"{counted(data['runsChecked'], 'run')}: " + ("all sound" if data["ok"] else out.paint("damaged", "red"))
-        )
+        sound = "everything is sound" if data["ok"] else out.paint(counted(data["problemCount"], "problem"), "red")
+        out.line(f"{counted(data['runsChecked'], 'run')} checked: {sound}")
         if data["artifacts"] is not None:
             out.line(f"{counted(data['artifacts']['checked'], 'artifact')}, {size(data['artifacts']['bytes'])}")
         for problem in data["problems"]:
@@ -80,7 +82,7 @@ def db_backup(settings: Settings, destination: Path) -> None:
     """
     from agentctl.store.backup import backup
 
-    with closing(open_store(settings)) as store:
+    with closing(open_store(settings)) as store, tidy():
         data = backup(store, destination)
 
     def human(out: Printer) -> None:
@@ -100,11 +102,16 @@ def db_restore(settings: Settings, source: Path) -> None:
     from agentctl.store.backup import restore
     from agentctl.store.clock import SystemClock
 
-    data = restore(source, settings.database, SystemClock())
+    with tidy():
+        data = restore(source, settings.database, SystemClock())
 
     def human(out: Printer) -> None:
-        out.line(f"{clean(data['path'])}: {counted(data['runs'], 'run')}, {counted(data['artifacts'], 'artifact')}")
-        out.line("next: `agentctl db verify`, then `agentctl resume RUN` for what was running")
+        runs, kept = counted(data["runs"], "run"), counted(data["artifacts"], "artifact")
+        out.line(f"{clean(data['path'])}: {runs}, {kept}")
+        place = f"--db {clean(quote(data['path']))}"
+        out.line(f"next: `agentctl db verify {place}`")
+        if data["openRuns"]:
+            out.line(f"then: `agentctl resume RUN {place}` for {counted(data['openRuns'], 'run')} that had not ended")
 
     Printer(settings).result("DbRestore", data, human)
 

@@ -89,7 +89,8 @@ def json_or_text(text: str, what: str) -> Any:
             return parse_json(text)
         check_value(text)
     except JsonError as error:
-        raise UsageError(f"{what}: {error.message}", remedy=_json_remedy(error.message)) from error
+        remedy = _json_remedy(error.message, "give JSON that can be kept exactly, or quote it to make it a text")
+        raise UsageError(f"{what}: {error.message}", remedy=remedy) from error
     return text
 
 
@@ -109,10 +110,12 @@ def _json_object(text: str | bytes, what: str) -> dict[str, Any]:
     return value
 
 
-def _json_remedy(message: str) -> str:
+def _json_remedy(message: str, otherwise: str = 'it must be a JSON object such as {"name": "Ada"}') -> str:
     if "surrogate" in message:
         return "write the character itself, or both halves of its pair, such as \\ud83d\\ude00"
-    return 'it must be a JSON object such as {"name": "Ada"}'
+    if "stands twice" in message:
+        return "give each key of an object once"
+    return otherwise
 
 
 def read_json_file(file: str, option: str) -> Any:
@@ -310,6 +313,8 @@ def write_file(target: str | Path, text: str, *, overwrite: bool = True) -> None
     """
     from agentctl.store.blobs import write_atomically
 
+    from .stopping import tidy
+
     data = text.encode()
 
     def fill(descriptor: int) -> None:
@@ -325,7 +330,8 @@ def write_file(target: str | Path, text: str, *, overwrite: bool = True) -> None
             raise _no_file(target, "is a folder")
         if place.exists() and not place.is_file():
             raise _no_file(target, "is no regular file")
-        write_atomically(place, fill, overwrite=overwrite)
+        with tidy():
+            write_atomically(place, fill, overwrite=overwrite)
     except FileExistsError:
         raise
     except (OSError, ValueError) as error:

@@ -12,7 +12,7 @@ from agentctl.store.errors import ConflictError, NotFoundError, TaskFault, Usage
 
 from .documents import json_or_text, read_json_file
 from .main import Settings, VerbGroup, pass_settings
-from .render import Printer, clean, when
+from .render import Printer, clean, counted, when
 from .run import open_store
 
 if TYPE_CHECKING:
@@ -190,7 +190,9 @@ def memory_reindex(settings: Settings, namespace: str | None, dimensions: int) -
     Printer(settings).result(
         "MemoryReindex",
         data,
-        lambda out: out.line(f"{count} entries of {where}: {chosen.provider}, {chosen.dimensions} dimensions"),
+        lambda out: out.line(
+            f"{counted(count, 'entry', 'entries')} of {where}: {chosen.provider}, {chosen.dimensions} dimensions"
+        ),
     )
 
 

@@ -91,6 +91,10 @@ class Blobs:
                     remedy="give this user write permission there, or mount it writable",
                 )
 
+    def folders(self) -> tuple[Path, ...]:
+        """The folders that a store of blobs has, innermost first."""
+        return (self._trash, self._tmp, self._shelves, self.root)
+
     def _make(self) -> None:
         if self._made:
             return
@@ -161,6 +165,13 @@ class Blobs:
         """Write `data` to a file of this process. Raises OSError."""
         return self._stage(lambda: iter((memoryview(data),)))
 
+    def stage_blob(self, source: Blobs, digest: str) -> Staged:
+        """Copy a blob of another folder; the digest of what came says whether it was sound.
+
+        Raises FileNotFoundError, `EnvironmentFault` when it cannot be read, and OSError when it cannot be written.
+        """
+        return self._stage(lambda: source.pieces(digest))
+
     def stage_file(self, descriptor: int, size: int, stopped: Callable[[], bool]) -> Staged:
         """Copy `size` bytes of an open file, hashing them on the way.
 
@@ -171,7 +182,7 @@ class Blobs:
 
     def _stage(self, pieces: Callable[[], Iterator[memoryview]]) -> Staged:
         self._make()
-        path = self._tmp / f"{_writer_name()}.{next(_numbers)}"
+        path = self._tmp / f"{writer_name()}.{next(_numbers)}"
         descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
         try:
             try:
@@ -280,31 +291,39 @@ class Blobs:
     def copy_out(self, digest: str, target: int) -> bool:
         """Copy a blob into an open file and say whether the bytes are those of its name.
 
-        Raises FileNotFoundError, `EnvironmentFault` for what cannot be read, and OSError for what cannot be written.
+        Raises FileNotFoundError, `EnvironmentFault` when the blob cannot be read, and OSError when the file cannot be
+        written.
+        """
+        hasher = sha256()
+        for piece in self.pieces(digest):
+            hasher.update(piece)
+            while piece:
+                piece = piece[os.write(target, piece) :]
+        return PREFIX + hasher.hexdigest() == digest
+
+    def pieces(self, digest: str) -> Iterator[memoryview]:
+        """The bytes of a blob, always in the same buffer.
+
+        Raises FileNotFoundError, also for a name that leads elsewhere, and `EnvironmentFault`: what fails here is the
+        reading, whatever the caller does with the bytes.
         """
         path = self.path_of(digest)
         try:
             descriptor = os.open(path, _READ)
-        except FileNotFoundError:
-            raise
         except OSError as error:
             raise _unreadable(path, error) from error
         try:
-            hasher = sha256()
-            pieces = _pieces_of(descriptor, None, lambda: False)
+            found = _pieces_of(descriptor, None, lambda: False)
             while True:
                 try:
-                    piece = next(pieces, None)
+                    piece = next(found, None)
                 except OSError as error:
                     raise _unreadable(path, error) from error
                 if piece is None:
-                    break
-                hasher.update(piece)
-                while piece:
-                    piece = piece[os.write(target, piece) :]
+                    return
+                yield piece
         finally:
             os.close(descriptor)
-        return PREFIX + hasher.hexdigest() == digest
 
     def stored(self) -> Iterator[tuple[str, os.stat_result]]:
         """(digest, status) of every blob file."""
@@ -355,7 +374,7 @@ class Blobs:
         strange = (entry for entry in _scan(self._trash) if not _is_hex(entry.name))
         for entry in itertools.chain(_scan(self._tmp), strange):
             with suppress(FileNotFoundError):
-                found.append((Path(entry.path), _liveness(entry.name), entry.stat(follow_symlinks=False)))
+                found.append((Path(entry.path), writer_liveness(entry.name), entry.stat(follow_symlinks=False)))
         return found
 
     def needs_care(self) -> bool:
@@ -384,12 +403,6 @@ def store_fault(place: Path, error: OSError) -> EnvironmentFault:
     else:
         remedy = "check the folder of artifacts and its disk"
     return EnvironmentFault(f"cannot write the artifact store at {where}: {error.strerror}", remedy=remedy)
-
-
-def _unreadable(path: Path, error: OSError) -> EnvironmentFault:
-    return EnvironmentFault(
-        f"cannot read {path}: {error.strerror}", remedy="check its permissions and the disk, or take it from a backup"
-    )
 
 
 def store_path(digest: str) -> str:
@@ -453,11 +466,21 @@ def _pieces_of(descriptor: int, size: int | None, stopped: Callable[[], bool]) -
         raise TaskFault("artifact_changed", f"a file of {size} bytes changed its size while it was being stored")
 
 
-def _writer_name() -> str:
+def _unreadable(path: Path, error: OSError) -> Exception:
+    if error.errno in (errno.ENOENT, errno.ENOTDIR, errno.ELOOP):
+        return FileNotFoundError(errno.ENOENT, "there is no such blob", str(path))
+    return EnvironmentFault(
+        f"cannot read {path}: {error.strerror}", remedy="let this user read it, and check the disk that it is on"
+    )
+
+
+def writer_name() -> str:
+    """This process, as the beginning of the name of a file that only it writes."""
     return process_identity.current().as_text().replace(" ", "_")
 
 
-def _liveness(name: str) -> Liveness:
+def writer_liveness(name: str) -> Liveness:
+    """What is known of the process whose `writer_name` a name begins with, up to a dot."""
     writer = name.partition(".")[0].split("_")
     if len(writer) != 4 or not all(part.isascii() and part.isdigit() for part in writer[1:]):
         return Liveness.UNKNOWN

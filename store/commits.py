@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from . import approvals, artifacts, audit, effects, holds, ledger, runs, task_queue
-from .canonical import canonical
+from .canonical import canonical, text_digest
 from .database import Connection, all_rows
 from .errors import ConflictError, RunMoved
 from .records import Batch, Event, Run
@@ -21,6 +21,12 @@ def commit_batch(
     """
     runs.check_driver(tx, run.run_id, driver=driver, epoch=epoch, revision=revision)
     first = run.first_task
+    # A retry without backoff is due at once: the task waits, and is ready again, within one batch.
+    if batch.waits:
+        tx.executemany(
+            "UPDATE tasks SET state = ?, retry_at = ?, error_json = ?, updated_at = ? WHERE task_no = ?",
+            [(state, retry_at, error, now, first + position) for state, retry_at, error, position in batch.waits],
+        )
     if batch.readies:
         tx.executemany(
             "UPDATE tasks SET state = 'ready', decision_json = ?, input_digest = ?, retry_at = NULL, updated_at = ? "
@@ -41,11 +47,6 @@ def commit_batch(
         )
         if tx.total_changes() - before != len(batch.finals):
             raise ConflictError("a task of this batch has ended already", run_id=run.run_id)
-    if batch.waits:
-        tx.executemany(
-            "UPDATE tasks SET state = ?, retry_at = ?, error_json = ?, updated_at = ? WHERE task_no = ?",
-            [(state, retry_at, error, now, first + position) for state, retry_at, error, position in batch.waits],
-        )
     if batch.closed:
         before = tx.total_changes()
         tx.executemany(
@@ -90,6 +91,8 @@ def commit_batch(
         events = [*events, _end_run(tx, run, batch, now)]
         state["state"] = batch.run_state
         state["reason"] = batch.run_reason
+        if batch.run_output_json is not None:
+            state["output"] = text_digest(batch.run_output_json)
     audit.append(tx, run.run_id, events, actor="coordinator", now=now)
     if state:
         audit.append_checkpoint(tx, run.run_id, canonical(state), now=now)

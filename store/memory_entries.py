@@ -16,7 +16,9 @@ from .errors import TaskFault
 ENTRY_FORMAT = 1
 DEFAULT_NAMESPACE = "default"
 MAX_ENTRY_BYTES = 1 << 20
-"""Most bytes of an entry as canonical JSON."""
+"""Most bytes of an entry as canonical JSON, where a text that is made of its value does not count."""
+MAX_NAME_BYTES = 1024
+"""Most bytes of a key and of a namespace: they are parts of an index, and of what people read."""
 MAX_QUERY_BYTES = 64 << 10
 MAX_CANDIDATES = 10_000
 """Most visible entries of a namespace that a search looks at."""
@@ -46,10 +48,13 @@ def _fault(name: str, message: str) -> TaskFault:
 
 
 def check_name(name: str, value: Any) -> str:
-    """A key or a namespace: a text that is not empty."""
+    """A key or a namespace: a text that is not empty, within its limit."""
     if not isinstance(value, str) or not value:
         raise _fault(name, "must be a non-empty text")
     canonical(value)
+    size = len(value.encode("utf-8"))
+    if size > MAX_NAME_BYTES:
+        raise _fault(name, f"has {size} bytes; at most {MAX_NAME_BYTES} are allowed")
     return value
 
 
@@ -156,10 +161,18 @@ def checked_entry(entry: Any, *, name: str = "entry") -> dict[str, Any]:
     whole = {"formatVersion": ENTRY_FORMAT, "content": content, "metadata": metadata}
     if not searchable_text(whole).strip():
         raise _fault(name, "leaves nothing to search for: the text of the entry is empty")
-    size = len(canonical(whole).encode("utf-8"))
+    size = len(canonical(_given(whole)).encode("utf-8"))
     if size > MAX_ENTRY_BYTES:
         raise _fault(name, f"makes an entry of {size} bytes; at most {MAX_ENTRY_BYTES} are allowed")
     return whole
+
+
+def _given(entry: dict[str, Any]) -> dict[str, Any]:
+    """An entry as it counts: a text for searches that only repeats the value was not given by anybody."""
+    content = entry["content"]
+    if content["type"] == "json" and content.get("text") == _text_of(content["value"]):
+        return {**entry, "content": {"type": "json", "value": content["value"]}}
+    return entry
 
 
 def _content_fits(content: Mapping[str, Any]) -> bool:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 
 from . import audit
-from .canonical import canonical
+from .canonical import canonical, text_digest
 from .database import Connection
 from .errors import AlreadyTerminal, ConflictError, IncompatibleVersion, NotFoundError, RunMoved
 from .records import (
@@ -120,9 +120,21 @@ def create_run(tx: Connection, new: NewRun, *, now: int) -> tuple[str, bool]:
         "tasks": len(new.task_ids),
     }
     audit.append(tx, new.run_id, [Event("run.created", None, canonical(payload))], actor=new.actor, now=now)
-    state = {"runId": new.run_id, "state": "running", "created": len(new.task_ids), "workingMemory": new.memory}
+    state = {
+        "runId": new.run_id,
+        "state": "running",
+        "created": len(new.task_ids),
+        "workingMemory": new.memory,
+        "documents": document_digests(new.workflow_json, new.plan_json, new.inputs_json, new.settings_json),
+    }
     audit.append_checkpoint(tx, new.run_id, canonical(state), now=now)
     return new.run_id, True
+
+
+def document_digests(workflow: str, plan: str, inputs: str, settings: str) -> dict[str, str]:
+    """What the first checkpoint says of the texts of a run: once it is part of the chain, none of them can change."""
+    texts = {"workflow": workflow, "plan": plan, "inputs": inputs, "settings": settings}
+    return {name: text_digest(text) for name, text in texts.items()}
 
 
 def put_in_turn(tx: Connection, run_id: str, priority: int) -> None:

@@ -9,13 +9,14 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from . import audit, runs
+from . import audit, proofs, runs
 from .artifacts import Artifacts
 from .canonical import text_digest
 from .database import Connection, Database, all_rows
 from .errors import AgentctlError, NotFoundError
 from .migrate import LATEST
 from .records import Run
+from .states import RUN_FINAL
 
 MAX_PROBLEMS = 100
 """How many problems are listed; `problemCount` is complete."""
@@ -39,6 +40,11 @@ def verify(database: Database, artifacts: Artifacts | None) -> dict[str, Any]:
         try:
             with database.read() as tx:
                 found += [(run_id, message) for message in _run_problems(tx, run_id)]
+            # What never changes once it is written needs no common snapshot with the rest.
+            with database.read() as tx:
+                found += [(run_id, message) for message in proofs.effect_problems(tx, run_id)]
+            with database.read() as tx:
+                found += [(run_id, message) for message in proofs.document_problems(tx, run_id)]
             checked += 1
         except NotFoundError:
             continue  # it was removed meanwhile
@@ -74,11 +80,12 @@ def _run_problems(tx: Connection, run_id: str) -> list[str]:
         problems.append("the chain tells of another working memory")
     problems += _task_problems(tx, run, told)
     problems += _artifact_problems(tx, run, told["artifacts"])
-    count = tx.execute("SELECT COUNT(*), MAX(sequence) FROM audit_events WHERE run_id = ?", (run_id,)).fetchone()
-    last = tx.execute("SELECT audit_sequence FROM runs WHERE run_id = ?", (run_id,)).fetchone()
-    assert count is not None and last is not None
-    if not count[0] == (count[1] or 0) == last[0]:
-        problems.append("the audit trail has a gap")
+    output = runs.output(tx, run_id)
+    if told["ended"] and told["output"] != (None if output is None else text_digest(output)):
+        problems.append("the output of the run is not the one that its chain tells of")
+    problems += proofs.result_problems(tx, run)
+    problems += proofs.trail_problems(tx, run)
+    problems += proofs.ledger_problems(tx, run_id)
     return problems
 
 
@@ -88,6 +95,8 @@ def _rebuild(chain: list[str]) -> dict[str, Any]:
     tasks: list[list[Any]] = [["pending", 0, None, None] for _ in range(first["created"])]
     memory = [[key, -1, value] for key, value in first["workingMemory"].items()]
     told: dict[str, Any] = {"state": first["state"], "reason": None, "cancel": False, "artifacts": {}}
+    # Chains of earlier versions tell nothing of documents and of the output.
+    told |= {"output": None, "ended": False}
     for change in map(json.loads, chain[1:]):
         for position, *values in change.get("tasks", ()):
             tasks[position] = values
@@ -95,6 +104,8 @@ def _rebuild(chain: list[str]) -> dict[str, Any]:
         told["artifacts"].update(dict(change.get("artifacts", ())))
         if "state" in change:
             told["state"], told["reason"] = change["state"], change.get("reason")
+            told["output"] = change.get("output")
+            told["ended"] = "documents" in first and change["state"] in RUN_FINAL
         told["cancel"] = told["cancel"] or change.get("cancellationRequested", False)
     memory.sort(key=lambda item: (item[0], item[1]))
     return {**told, "tasks": tasks, "memory": memory}

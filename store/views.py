@@ -12,6 +12,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from . import artifacts, audit, ledger, process_identity, processes, runs
+from .canonical import text_digest
 from .clock import Clock
 from .database import Connection, Database
 from .errors import CorruptStore, IncompatibleVersion, NotFoundError, UsageError
@@ -742,6 +743,10 @@ def _run_record(tx: Connection, run: Run) -> dict[str, Any]:
     }
 
 
+EMPTY_DELTA = '{"formatVersion":1,"remove":[],"set":{}}'
+"""The state delta of a task that has succeeded and written nothing to working memory."""
+
+
 def _task_records(tx: Connection, run: Run) -> Iterator[dict[str, Any]]:
     # The last attempt's count of hand-overs; one pass over the attempts instead of one look-up a task.
     deliveries: dict[int, int] = dict(
@@ -760,6 +765,8 @@ def _task_records(tx: Connection, run: Run) -> Iterator[dict[str, Any]]:
         _span(run),
     ):
         _check_version(f"task {row[1]}", row[6], TASK_METADATA_VERSION, run.run_id)
+        # Most tasks write nothing to memory; what is the same for all of them is not stored with each (contract 7).
+        untouched = row[3] == "succeeded" and row[12] is None
         yield {
             "runId": run.run_id,
             "taskId": row[1],
@@ -779,8 +786,8 @@ def _task_records(tx: Connection, run: Run) -> Iterator[dict[str, Any]]:
             "outputContractFingerprint": row[19],
             "outputDigest": row[9],
             "decision": _value(row[11]),
-            "stateDelta": _value(row[12]),
-            "stateDeltaDigest": row[13],
+            "stateDelta": _value(EMPTY_DELTA if untouched else row[12]),
+            "stateDeltaDigest": text_digest(EMPTY_DELTA) if untouched else row[13],
             "artifactManifest": _value(row[20]),
             "retryAt": row[14],
             "startedAt": row[15],

@@ -2,13 +2,21 @@
 
 from __future__ import annotations
 
+import os
+import shutil
+import signal
 import sqlite3
+import subprocess
 from contextlib import closing
 from pathlib import Path
 from typing import Any
 
 import pytest
 from agentctl.store import migrate
+from filelock import FileLock
+from support.children import wait_until
+
+from .conftest import PROGRAM
 
 KEEPS = """\
 apiVersion: agentctl.dev/v1
@@ -50,9 +58,32 @@ def test_verify(cli: Any, done: str) -> None:
     assert cli.json("db", "verify", "--no-artifacts").data["artifacts"] is None
     change(cli.database, "UPDATE tasks SET output_json = '{\"a\":1}'")
     broken = cli.json("db", "verify")
-    assert (broken.code, broken.data["ok"], broken.data["problemCount"]) == (5, False, 1)
-    assert "does not fit its digest" in broken.data["problems"][0]["message"]
+    assert (broken.code, broken.data["ok"], broken.data["problemCount"]) == (5, False, 2)
+    told = [problem["message"] for problem in broken.data["problems"]]
+    assert "does not fit its digest" in told[0]
+    assert "not the result of its attempt" in told[1]
     assert cli("db", "verify").code == 5
+
+
+def test_verify_compares_what_effects_have_done_with_outputs(cli: Any, done: str) -> None:
+    change(cli.database, "UPDATE effects SET result_json = '{}'")
+    broken = cli.json("db", "verify").data["problems"]
+    assert ["not the result of its attempt" in problem["message"] for problem in broken] == [True]
+
+
+def test_verify_computes_the_digests_of_a_run_again(cli: Any, done: str) -> None:
+    change(cli.database, "UPDATE run_documents SET plan_json = json_set(plan_json, '$.maxConcurrency', 63)")
+    change(cli.database, "UPDATE run_outputs SET output_json = '{}'")
+    found = [problem["message"] for problem in cli.json("db", "verify").data["problems"]]
+    assert "the output of the run is not the one that its chain tells of" in found
+    assert found.count("the plan of the run does not fit its digest") == 2, "that of its text, and that of the contract"
+
+
+def test_the_delta_of_a_task_without_memory_is_the_empty_one(cli: Any, done: str) -> None:
+    task = cli.json("inspect", done).data["tasks"][0]
+    assert task["stateDelta"] == {"formatVersion": 1, "remove": [], "set": {}}
+    known = "sha256:v1:6bb66b760a4352963c62c5094a0de9e1f755bee6fadb53c571914cf9154e26f0"
+    assert task["stateDeltaDigest"] == known
 
 
 def test_backup_and_restore(cli: Any, done: str) -> None:
@@ -70,6 +101,118 @@ def test_backup_and_restore(cli: Any, done: str) -> None:
     assert cli.json("db", "verify", "--db", "new/x.db").data["ok"] is True
     assert cli.json("wait", done, "--db", "new/x.db").data["state"] == "succeeded"
     assert cli.json("run", "keeps.yaml", "--db", "new/x.db").code == 0
+
+
+def inside(*commands: str) -> list[str]:
+    """A prefix that runs the program in a mount namespace of its own, after these commands."""
+    return ["unshare", "--mount", "sh", "-c", " && ".join([*commands, 'exec "$@"']), "sh"]
+
+
+def may_mount() -> bool:
+    if shutil.which("unshare") is None:
+        return False
+    return (
+        subprocess.run([*inside("mount -t tmpfs none /mnt"), "true"], capture_output=True, check=False).returncode == 0
+    )
+
+
+mounts = pytest.mark.skipif(not may_mount(), reason="needs a mount namespace")
+
+
+def small_disk(cli: Any, room: float) -> list[str]:
+    """A prefix with a disk at `small` that has room for so much of the database."""
+    whole = cli.json("db", "backup", "copy").data["databaseBytes"]
+    (cli.folder / "small").mkdir()
+    return inside(f"mount -t tmpfs -o size={int(whole * room)} none {cli.folder / 'small'}")
+
+
+@mounts
+@pytest.mark.parametrize("room", [0.03, 0.6, 1.01])
+def test_a_backup_to_a_full_disk_blames_that_disk(cli: Any, done: str, room: float) -> None:
+    result = cli.json("db", "backup", "small/copy", prefix=small_disk(cli, room))
+    assert (result.code, result.error["code"]) == (5, "environment")
+    assert str(cli.folder / "small" / "copy") in result.error["message"]
+    assert str(cli.database) not in result.error["message"]
+    assert ".agentctl-" not in result.error["message"]
+    assert "resume" not in result.error["remedy"]
+    assert "choose another place" in result.error["remedy"]
+
+
+@mounts
+@pytest.mark.parametrize("room", [0.03, 0.6, 1.01])
+def test_restoring_to_a_full_disk_blames_that_disk(cli: Any, done: str, room: float) -> None:
+    result = cli.json("db", "restore", "copy", "--db", "small/new/r.db", prefix=small_disk(cli, room))
+    assert (result.code, result.error["code"]) == (5, "environment")
+    assert str(cli.folder / "small" / "new") in result.error["message"]
+    assert "copy" not in result.error["message"]
+    assert ".agentctl-" not in result.error["message"]
+    assert "choose another place" in result.error["remedy"]
+
+
+def test_bytes_that_cannot_be_read_are_not_a_place_that_cannot_be_written(
+    cli: Any, done: str, unprivileged: Any
+) -> None:
+    assert cli.json("db", "backup", "copy").code == 0
+    shelves = [next((root / "artifacts" / "sha256").glob("*/*")) for root in (cli.database.parent, cli.folder / "copy")]
+    for blob in shelves:
+        blob.chmod(0)
+    prefix = unprivileged(cli.folder)
+    if prefix:
+        for path in (cli.folder, *cli.folder.rglob("*")):
+            os.chown(path, 65534, 65534)
+    for verb in (("db", "backup", "other"), ("artifacts", "export", shelves[0].name, "other")):
+        result = cli.json(*verb, prefix=prefix)
+        assert (result.code, result.error["code"]) == (5, "environment")
+        assert f"cannot read {shelves[0]}" in result.error["message"]
+        assert "space" not in result.error["remedy"]
+    result = cli.json("db", "restore", "copy", "--db", "new/r.db", prefix=prefix)
+    assert (result.code, result.error["code"]) == (5, "environment")
+    assert f"cannot read {shelves[1].relative_to(cli.folder)}" in result.error["message"].replace(f"{cli.folder}/", "")
+    assert not (cli.folder / "new").exists()
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+def test_a_copy_that_is_stopped_leaves_nothing(cli: Any, done: str, number: signal.Signals) -> None:
+    code = 130 if number == signal.SIGINT else -number
+    with FileLock(cli.database.parent / "artifacts" / ".collect.lock"):
+        child = cli.start("db", "backup", "copy")
+        wait_until(lambda: any(cli.folder.glob(".agentctl-*.partial")), "the partial folder")
+        child.send_signal(number)
+        assert child.wait(60) == code
+        child.communicate()
+    assert list(cli.folder.glob(".agentctl-*")) == []
+    assert not (cli.folder / "copy").exists()
+    cli.json("db", "backup", "copy")
+    artifacts = cli.folder / "new" / "artifacts"
+    artifacts.mkdir(parents=True)
+    with FileLock(artifacts / ".lock"):
+        child = cli.start("db", "restore", "copy", "--db", "new/r.db")
+        wait_until(lambda: any(artifacts.glob("tmp/*")), "a staged blob")
+        child.send_signal(number)
+        assert child.wait(60) == code
+        child.communicate()
+    assert {path.name for path in (cli.folder / "new").rglob("*")} == {"artifacts", ".lock"}
+    assert cli.json("db", "restore", "copy", "--db", "new/r.db").code == 0
+
+
+def test_nohup_stays_in_force_during_a_backup(cli: Any, done: str) -> None:
+    with FileLock(cli.database.parent / "artifacts" / ".collect.lock"):
+        command = ["sh", "-c", 'trap "" HUP; exec "$@"', "sh", *PROGRAM, "db", "backup", "copy"]
+        child = subprocess.Popen(command, cwd=cli.folder, env=cli.environment, stdout=subprocess.DEVNULL)
+        wait_until(lambda: any(cli.folder.glob(".agentctl-*.partial")), "the partial folder")
+        child.send_signal(signal.SIGHUP)
+    assert child.wait(60) == 0
+    assert (cli.folder / "copy" / "runtime.db").exists()
+
+
+def test_what_people_are_told_of_a_backup(cli: Any, done: str) -> None:
+    assert "1 run, " in (said := cli("db", "backup", "a copy").out) and "1 artifact, 2 B" in said
+    said = cli("db", "restore", "a copy", "--db", "a new/x.db").out
+    assert f"agentctl db verify --db '{cli.folder}/a new/x.db'" in said
+    assert "1 run, 1 artifact\n" in said
+    assert "resume" not in said, "nothing was running"
+    assert cli("db", "verify").out == "1 run checked: everything is sound\n1 artifact, 2 B\n"
+    assert cli.json("db", "backup", ".agentctl/artifacts/bk").error["code"] == "usage"
 
 
 def test_migrate(cli: Any, done: str) -> None:

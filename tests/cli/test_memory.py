@@ -180,3 +180,20 @@ def test_a_write_of_a_task_waits_for_its_approval(cli: Any) -> None:
     assert cli("approvals", "approve", asked["approvalId"]).code == 0
     assert cli.json("resume", run.data["runId"]).code == 0
     assert cli.json("memory", "get", "k").data["entry"]["content"]["value"] == "kept"
+
+
+def test_limits_of_a_key_and_of_a_value(cli: Any) -> None:
+    too_long = cli.json("memory", "put", "k" * 1025, "x")
+    assert (too_long.code, too_long.error["message"]) == (2, "'key' has 1025 bytes; at most 1024 are allowed")
+    assert cli.json("memory", "put", "k" * 1024, "x").code == 0
+    # A text is the value and what is searched; it counts once.
+    cli.write("large.json", '"' + "x" * 1_000_000 + '"')
+    assert cli.json("memory", "put", "large", "--file", "large.json").code == 0
+    cli.write("larger.json", '"' + "x" * (1 << 20) + '"')
+    assert cli.json("memory", "put", "large", "--file", "larger.json").code == 2
+
+
+def test_a_key_that_stands_twice_has_a_remedy_of_its_own(cli: Any) -> None:
+    for arguments in (("memory", "put", "k", '{"a":1,"a":2}'), ("run", "hello.yaml", "--inputs", '{"a":1,"a":2}')):
+        refused = cli.json(*arguments)
+        assert (refused.code, refused.error["remedy"]) == (2, "give each key of an object once")

@@ -370,3 +370,26 @@ def test_with_one_place_tasks_go_in_compiled_order_also_those_without_effect(cli
     assert [(task["taskId"], task["state"]) for task in tasks] == [
         ("p", "succeeded"), ("first", "succeeded"), ("fails", "failed"), ("never", "cancelled"),
     ]  # fmt: skip
+
+
+def test_a_retry_that_is_due_at_once(cli: Any) -> None:
+    """The task waits for its retry and is ready again within one commit: what is written last has to be `ready`."""
+    cli.write("again.yaml", AGAIN)
+    result = cli.json("run", "again.yaml", timeout=50)
+    assert (result.code, result.data["state"]) == (4, "failed")
+    assert cli.json("db", "verify").data["problems"] == []
+
+
+AGAIN = """\
+apiVersion: agentctl.dev/v1
+kind: Workflow
+metadata: {name: again}
+spec:
+  policy: {approval: never, processAllowlist: [sh]}
+  actions: {sh: {kind: builtin.shell.exec, command: sh, idempotency: idempotent}}
+  tasks:
+    - id: fails
+      uses: action:sh
+      retry: {maxAttempts: 2}
+      with: {args: ["-c", "exit 1"]}
+"""

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 import os
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import apsw
 import pytest
-from agentctl.store import migrate
+from agentctl.store import migrate, process_identity
 from agentctl.store.backup import backup, restore
 from agentctl.store.engine import Store
 from agentctl.store.errors import (
@@ -114,6 +116,51 @@ def test_a_sound_store(half_done: Store) -> None:
         ("DELETE FROM artifact_refs WHERE run_id = 'run-0' AND logical_path = 'a'", "references"),
         ("INSERT INTO memory_values VALUES ('run-0', 'k', 5, '2')", "working memory"),
         ("UPDATE runs SET audit_sequence = 99 WHERE run_id = 'run-0'", "gap"),
+        ("UPDATE runs SET workflow_digest = 'x' WHERE run_id = 'run-0'", "creation of another run"),
+        ("UPDATE runs SET plan_digest = 'x' WHERE run_id = 'run-0'", "creation of another run"),
+        ("UPDATE runs SET trace_id = 'x' WHERE run_id = 'run-0'", "belongs to another run"),
+        ("UPDATE run_documents SET workflow_json = '[]' WHERE run_id = 'run-0'", "the workflow of the run"),
+        ("UPDATE run_documents SET plan_json = '[]' WHERE run_id = 'run-0'", "the plan of the run"),
+        ("UPDATE run_documents SET inputs_json = '[]' WHERE run_id = 'run-0'", "the inputs of the run"),
+        ("UPDATE run_documents SET settings_json = '[]' WHERE run_id = 'run-0'", "the settings of the run"),
+        ("INSERT INTO run_outputs VALUES ('run-0', '1')", "output of the run"),
+        ("UPDATE effects SET input_json = '{}' WHERE run_id = 'run-0'", "input of effect"),
+        ("UPDATE effects SET input_digest = 'x' WHERE run_id = 'run-0'", "its identity"),
+        ("UPDATE effects SET effect_id = 'x' WHERE run_id = 'run-0'", "its identity"),
+        ("UPDATE effects SET operation = 'x' WHERE run_id = 'run-0'", "another request"),
+        ("UPDATE effects SET idempotency_key = 'x' WHERE run_id = 'run-0'", "its identity"),
+        ("UPDATE attempts SET result_json = '7' WHERE run_id = 'run-0'", "not the result of its attempt"),
+        (
+            "UPDATE tasks SET output_json = '7', output_digest = "
+            "'sha256:v1:7902699be42c8a8e46fbbb4501726517e86b22c56a189f7625a6da49081b2451' WHERE run_id = 'run-0'",
+            "another attempt or output",
+        ),
+        ("INSERT OR REPLACE INTO budget_lines VALUES ('run-0', 'artifactBytes', 10, 3, 0)", "has used 3"),
+        ("INSERT OR REPLACE INTO budget_lines VALUES ('run-0', 'artifactBytes', 10, 0, 3)", "holds 3"),
+        (
+            "INSERT INTO budget_reservations VALUES ('run-0', 'r', 1, 'artifactBytes', 3, NULL, 'released')",
+            "the reservation r",
+        ),
+        (
+            "DROP TRIGGER audit_events_no_update; UPDATE audit_events SET payload_json = '{}' "
+            "WHERE run_id = 'run-0' AND event_type = 'task.transition' AND payload_json LIKE '%succeeded%'",
+            "is succeeded, the audit trail",
+        ),
+        (
+            "DROP TRIGGER audit_events_no_update; UPDATE audit_events SET payload_json = '{' "
+            "WHERE run_id = 'run-0' AND sequence = 2",
+            "event 2 of the audit trail is damaged",
+        ),
+        (
+            "DROP TRIGGER audit_events_no_update; UPDATE audit_events SET event_type = 'effect.failed' "
+            "WHERE run_id = 'run-0' AND event_type = 'effect.succeeded'",
+            "is succeeded, the audit trail",
+        ),
+        (
+            "DROP TRIGGER audit_events_no_update; UPDATE audit_events SET sequence = sequence + 1 "
+            "WHERE run_id = 'run-0' AND sequence = (SELECT MAX(sequence) FROM audit_events WHERE run_id = 'run-0')",
+            "gap before event",
+        ),
         (
             "DROP TRIGGER checkpoints_no_update; UPDATE checkpoints SET state_json = '{}' "
             "WHERE run_id = 'run-0' AND sequence = 2",
@@ -252,6 +299,86 @@ def test_a_backup_with_damaged_bytes_restores_nothing(half_done: Store, tmp_path
         restore(tmp_path / "copy", tmp_path / "r" / "r.db", clock)
     assert not (tmp_path / "r" / "r.db").exists()
     assert not [path for path in (tmp_path / "r").rglob("*") if path.is_file() and path.name.startswith(".")]
+
+
+def hold_open(folder: Path) -> subprocess.Popen[bytes]:
+    """A process that lives until it is killed."""
+    return subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE, cwd=folder)
+
+
+def unfinished(folder: Path, writer: str, ending: str) -> Path:
+    """What a process leaves that dies in the middle of a backup or of restoring one."""
+    path = folder / f".agentctl-{writer}{ending}"
+    if ending == ".partial":
+        (path / "artifacts").mkdir(parents=True)
+        (path / "runtime.db").write_bytes(b"x")
+    else:
+        path.write_bytes(b"x")
+    return path
+
+
+def test_what_the_dead_have_left_half_written_goes_with_the_next_copy(
+    half_done: Store, tmp_path: Path, clock: ManualClock
+) -> None:
+    child = hold_open(tmp_path)
+    identity = process_identity.of(child.pid)
+    assert identity is not None
+    writer = identity.as_text().replace(" ", "_")
+    left = [unfinished(tmp_path, writer, ending) for ending in (".partial", ".restoring", ".restoring-wal")]
+    strange = unfinished(tmp_path, "1234", ".partial")
+    backup(half_done, tmp_path / "first")
+    restore(tmp_path / "first", tmp_path / "first.db", clock)
+    assert all(path.exists() for path in left), "they belong to a living process"
+    child.kill()
+    child.wait()
+    backup(half_done, tmp_path / "second")
+    assert [path.exists() for path in left] == [False, True, True]
+    restore(tmp_path / "first", tmp_path / "second.db", clock)
+    assert [path.exists() for path in left] == [False, False, False]
+    assert strange.exists(), "nobody knows whose it is"
+    assert child.stdin is not None
+    child.stdin.close()
+
+
+def test_restoring_leaves_the_database_and_its_bytes_and_nothing_else(
+    half_done: Store, tmp_path: Path, clock: ManualClock
+) -> None:
+    backup(half_done, tmp_path / "copy")
+    restore(tmp_path / "copy", tmp_path / "new" / "r.db", clock)
+    assert names_in(tmp_path / "new") == ["artifacts", "r.db"]
+    assert names_in(tmp_path / "new" / "artifacts" / "tmp") == []
+
+
+def test_a_backup_that_cannot_be_restored_leaves_nothing_at_all(
+    half_done: Store, tmp_path: Path, clock: ManualClock
+) -> None:
+    backup(half_done, tmp_path / "copy")
+    digest = max(path.name for path in (tmp_path / "copy" / "artifacts" / "sha256").rglob("*") if path.is_file())
+    blob = tmp_path / "copy" / "artifacts" / "sha256" / digest[:2] / digest
+    blob.unlink()
+    (tmp_path / "there").mkdir()
+    for place in ("new/deep/r.db", "there/r.db"):
+        with pytest.raises(CorruptStore, match=digest) as caught:
+            restore(tmp_path / "copy", tmp_path / place, clock)
+        assert caught.value.remedy == "use another backup"
+    assert not (tmp_path / "new").exists()
+    assert names_in(tmp_path / "there") == []
+
+
+def test_a_backup_does_not_go_into_the_store_nor_a_database_into_a_backup(
+    half_done: Store, tmp_path: Path, clock: ManualClock
+) -> None:
+    home = half_done.path.parent
+    before = names_in(home)
+    (home / "agentctl.db.wake").mkdir(exist_ok=True)
+    for place in (home / "artifacts" / "copy", home / "artifacts" / "sha256" / "x", home / "agentctl.db.wake" / "x"):
+        with pytest.raises(UsageError, match="inside of the store"):
+            backup(half_done, place)
+    assert not (home / "artifacts" / "copy").exists()
+    backup(half_done, home / "beside")
+    with pytest.raises(UsageError, match="inside of the backup"):
+        restore(home / "beside", home / "beside" / "r.db", clock)
+    assert set(names_in(home)) == {*before, "beside", "agentctl.db.wake"}
 
 
 # -- retention ---------------------------------------------------------------------------------------------------------

@@ -219,6 +219,7 @@ class Driver:
             batch.parked.append(done.attempt_id)
             batch.waits.append(("waiting_for_effect", None, done.error_json, done.position))
             batch.changes.append([done.position, "waiting_for_effect", done.number, None, "uncertain_effect"])
+            batch.events.append(_transition(done, "waiting_for_effect"))
             return
         batch.closed.append(done.attempt_id)
         if done.outcome != "succeeded" and "budget_exceeded" not in (done.error_json or ""):
@@ -226,6 +227,7 @@ class Driver:
         if done.outcome == "failed" and retry and not rejected(done):
             batch.waits.append(("retry_scheduled", self.store.clock.now() + 1000, done.error_json, done.position))
             batch.changes.append([done.position, "retry_scheduled", done.number, None, "failed"])
+            batch.events.append(_transition(done, "retry_scheduled"))
             return
         if done.outcome == "succeeded" and done.artifacts_json is not None:
             batch.artifacts.append((done.attempt_id, done.position, done.artifacts_json))
@@ -236,10 +238,15 @@ class Driver:
         )
         code = None if done.outcome == "succeeded" else done.outcome
         batch.changes.append([done.position, done.outcome, done.number, digest, code])
+        batch.events.append(_transition(done, done.outcome))
 
     def end(self, state: str, reason: str | None = None, *, stop: str | None = None) -> list[tuple[int, str, str]]:
         """End the run, or pause it."""
         return self.write(Batch(stop=stop, run_state=state, run_reason=reason))
+
+
+def _transition(done: FinishedAttempt, state: str) -> Event:
+    return Event("task.transition", f"t{done.position}", canonical({"from": "running", "to": state}))
 
 
 def rejected(done: FinishedAttempt) -> bool:

@@ -1,0 +1,189 @@
+"""What of a run can be computed again from its rows, and what its rows have to agree on (`db verify`).
+
+Every function takes the open transaction, reads each row once, and returns what does not fit, in words.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from typing import Any
+
+from . import runs
+from .canonical import canonical, effect_id, hex_digest
+from .database import Connection, all_rows
+from .records import Run
+
+_NOT_SENT = frozenset({"requested", "not_dispatched", "cancelled"})
+"""Last events of an effect that is not in flight and has no result. A stop cancels without an event of the effect."""
+
+
+def document_problems(tx: Connection, run_id: str) -> Iterator[str]:
+    """The texts of a run against the first checkpoint, and the digest of its plan, computed again (contract 2.11)."""
+    run = runs.get(tx, run_id)
+    texts = runs.documents(tx, run_id)
+    first = tx.execute("SELECT state_json FROM checkpoints WHERE run_id = ? AND sequence = 1", (run_id,)).fetchone()
+    told = json.loads(first[0]).get("documents") if first else None
+    if told is not None:
+        found = runs.document_digests(texts.workflow_json, texts.plan_json, texts.inputs_json, texts.settings_json)
+        yield from (f"the {name} of the run does not fit its digest" for name in found if found[name] != told[name])
+    try:
+        plan = json.loads(texts.plan_json)
+    except ValueError:
+        yield "the plan of the run is no JSON"
+        return
+    if told is not None and not plan:
+        return
+    names = ("workflowName", "workflowDigest", "order", "maxConcurrency", "tasks", "requirements")
+    if hex_digest(canonical([plan.get(name) for name in names])) != run.plan_digest:
+        yield "the plan of the run does not fit its digest"
+    if plan.get("workflowDigest") != run.workflow_digest:
+        yield "the digest of the workflow is not the one in the plan"
+
+
+def effect_problems(tx: Connection, run_id: str) -> Iterator[str]:
+    """Identity and input of every effect, computed again (contract 5.1)."""
+    run = runs.get(tx, run_id)
+    for known, task_id, attempt, ordinal, operation, key, digest, text in tx.execute(
+        "SELECT e.effect_id, a.task_id, a.number, e.ordinal, e.operation, e.idempotency_key, e.input_digest, "
+        "e.input_json FROM attempts a JOIN effects e ON e.attempt_id = a.attempt_id "
+        "WHERE a.task_no BETWEEN ? AND ? AND a.run_id = ?",
+        (run.first_task, run.first_task + run.task_count - 1, run_id),
+    ):
+        if hex_digest(text) != digest:
+            yield f"the input of effect {known[:12]} of task {task_id} does not fit its digest"
+        if effect_id(run_id, task_id, attempt, ordinal, operation, digest) != known or key != known:
+            yield f"effect {known[:12]} of task {task_id} is not the one that its identity names"
+
+
+def result_problems(tx: Connection, run: Run) -> Iterator[str]:
+    """The output of a task is the result of its last attempt, which is that of the effect that it names."""
+    for (task_id,) in tx.execute(
+        "SELECT t.task_id FROM tasks t JOIN attempts a ON a.task_no = t.task_no AND a.number = t.attempt "
+        "LEFT JOIN effects e ON e.effect_id = a.result_effect "
+        "WHERE t.task_no BETWEEN ? AND ? AND t.state = 'succeeded' AND a.outcome = 'succeeded' "
+        "AND (a.result_effect IS NULL OR e.status = 'succeeded') "
+        "AND t.output_json IS NOT COALESCE(a.result_json, e.result_json, '{}')",
+        (run.first_task, run.first_task + run.task_count - 1),
+    ):
+        yield f"the output of task {task_id} is not the result of its attempt"
+
+
+def ledger_problems(tx: Connection, run_id: str) -> Iterator[str]:
+    """The lines of the ledger against its reservations; only dimensions with a limit have them."""
+    for dimension, used, reserved, settled, opened in tx.execute(
+        "SELECT l.dimension, l.used, l.reserved, "
+        "COALESCE(SUM(CASE r.state WHEN 'settled' THEN r.actual END), 0), "
+        "COALESCE(SUM(CASE r.state WHEN 'open' THEN r.units END), 0) FROM budget_lines l "
+        "LEFT JOIN budget_reservations r ON r.run_id = l.run_id AND r.dimension = l.dimension "
+        "WHERE l.run_id = ? AND l.limit_units IS NOT NULL GROUP BY l.dimension",
+        (run_id,),
+    ):
+        if reserved != opened:
+            yield f"the ledger holds {reserved} of {dimension}, its open reservations {opened}"
+        if used != settled:
+            yield f"the ledger has used {used} of {dimension}, its reservations {settled}"
+
+
+def trail_problems(tx: Connection, run: Run) -> list[str]:
+    """The audit trail has no gap, and what it tells of tasks, effects, reservations and the run is in the tables."""
+    problems: list[str] = []
+    told = _Told()
+    expected = 0
+    rows = tx.execute(
+        "SELECT sequence, event_type, task_id, trace_id, payload_json FROM audit_events WHERE run_id = ? "
+        "ORDER BY sequence",
+        (run.run_id,),
+    )
+    for expected, (sequence, kind, task_id, trace_id, text) in enumerate(rows, 1):
+        if sequence != expected:
+            problems.append(f"the audit trail has a gap before event {sequence}")
+            return problems
+        try:
+            payload = json.loads(text)
+        except ValueError:
+            payload = None
+        if not isinstance(payload, dict):
+            problems.append(f"event {sequence} of the audit trail is damaged")
+            continue
+        if trace_id != run.trace_id:
+            problems.append(f"event {sequence} of the audit trail belongs to another run")
+        told.take(kind, task_id, payload)
+    last = tx.execute("SELECT audit_sequence FROM runs WHERE run_id = ?", (run.run_id,)).fetchone()
+    if last is None or last[0] != expected:
+        problems.append(f"the audit trail has a gap: it ends at event {expected}")
+    problems += told.against(tx, run)
+    return problems
+
+
+class _Told:
+    """What the events of a trail, taken in order, say of the present."""
+
+    def __init__(self) -> None:
+        self.run = "running"
+        self.created: dict[str, Any] = {}
+        self.tasks: dict[str, str] = {}
+        self.requests: dict[str, tuple[Any, Any]] = {}
+        self.effects: dict[str, str] = {}
+        self.reservations: dict[tuple[str, int], tuple[str, dict[str, int]]] = {}
+
+    def take(self, kind: str, task_id: str | None, payload: dict[str, Any]) -> None:
+        """The next event."""
+        if kind == "task.transition" and task_id is not None:
+            self.tasks[task_id] = str(payload.get("to"))
+        elif kind == "run.created":
+            self.created = payload
+        elif kind == "run.state":
+            self.run = str(payload.get("to"))
+        elif kind.startswith("effect.") and kind != "effect.reconciled":
+            effect = str(payload.get("effectId"))
+            self.effects[effect] = kind.removeprefix("effect.")
+            if "inputDigest" in payload:
+                self.requests[effect] = (payload["inputDigest"], payload.get("operation"))
+        elif kind in ("budget.reserved", "budget.reconciled") and "reservationId" in payload:
+            state = "open" if kind == "budget.reserved" else "released" if "released" in payload else "settled"
+            units: dict[str, int] = payload.get("released") or payload.get("units") or {}
+            self.reservations[str(payload["reservationId"]), payload.get("dispatch", 0)] = (state, units)
+
+    def against(self, tx: Connection, run: Run) -> Iterator[str]:
+        """Where the tables say something else."""
+        if self.run != run.state:
+            yield f"the run is {run.state}, its audit trail says {self.run}"
+        head = (self.created.get("workflowDigest"), self.created.get("planDigest"), self.created.get("tasks"))
+        if head != (run.workflow_digest, run.plan_digest, run.task_count):
+            yield "the audit trail tells of the creation of another run"
+        span = (run.first_task, run.first_task + run.task_count - 1)
+        for task_id, state in tx.execute("SELECT task_id, state FROM tasks WHERE task_no BETWEEN ? AND ?", span):
+            if self.tasks.pop(task_id, "pending") != state:
+                yield f"task {task_id} is {state}, the audit trail says something else"
+        if self.tasks:
+            yield f"the audit trail tells of a task {min(self.tasks)}, which is not there"
+        yield from self._effects_against(tx, run, span)
+        rows = all_rows(
+            tx.execute(
+                "SELECT reservation_id, dispatch, dimension, state, CASE state WHEN 'settled' THEN actual ELSE units "
+                "END FROM budget_reservations WHERE run_id = ?",
+                (run.run_id,),
+            )
+        )
+        kept: dict[tuple[str, int], tuple[str, dict[str, int]]] = {}
+        for name, dispatch, dimension, state, units in rows:
+            kept.setdefault((name, dispatch), (state, {}))[1][dimension] = units
+        for key in sorted(kept.keys() | self.reservations.keys()):
+            if kept.get(key) != self.reservations.get(key):
+                yield f"the audit trail tells something else of the reservation {key[0]}, dispatch {key[1]}"
+
+    def _effects_against(self, tx: Connection, run: Run, span: tuple[int, int]) -> Iterator[str]:
+        for effect, status, digest, operation in tx.execute(
+            "SELECT e.effect_id, e.status, e.input_digest, e.operation FROM attempts a "
+            "JOIN effects e ON e.attempt_id = a.attempt_id WHERE a.task_no BETWEEN ? AND ? AND a.run_id = ?",
+            (*span, run.run_id),
+        ):
+            last = self.effects.pop(effect, "")
+            ended = status in ("started", "succeeded", "failed", "uncertain")
+            if (last != status) if ended else (last not in _NOT_SENT):
+                yield f"effect {effect[:12]} is {status}, the audit trail says something else"
+            if self.requests.get(effect) != (digest, operation):
+                yield f"the audit trail tells of another request of effect {effect[:12]}"
+        if self.effects:
+            yield f"the audit trail tells of an effect {min(self.effects)[:12]}, which is not there"
