@@ -362,7 +362,9 @@ def test_a_sub_workflow_is_foreseen_as_far_as_its_tasks_are(cli: Any) -> None:
     assert checked.data["output"]["sum"]["output"] == {"n": 1}
     assert checked.results["known--made"] == checked.results["open--inner"] == "requires_execution"
     assert checked.results["open"] == "requires_execution"
-    wrong = check(cli, spec.replace("with: {n: 1}", "with: {n: text}"))
+    told = "uses: workflow:w, needs: [said], with: {n: '${{ tasks.said.output.output.n }}'}"
+    said = "    - {id: said, uses: action:set, with: {n: text}}\n    - {id: known, "
+    wrong = check(cli, spec.replace("    - {id: known, ", said).replace("uses: workflow:w, with: {n: 1}", told))
     assert wrong.code == 4
     assert "inputSchema" in str(wrong.data["error"])
 
