@@ -58,7 +58,9 @@ def look_and_hold(path: str, ready: str, done: str) -> None:
         third = Store(Path(path), clock)
         backup(third, place)
         third.close()
-        restore(place, place / "restored.db", clock)
+        again = Path(path).with_name("again")
+        restore(place, again / "restored.db", clock)
+        shutil.rmtree(again)
         assert version_of(Path(path)) == LATEST
         shutil.rmtree(place)
         Path(ready).touch()
