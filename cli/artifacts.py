@@ -150,7 +150,8 @@ def artifacts_gc(settings: Settings, days: int, dry_run: bool) -> None:
 
     What a running or uncommitted task has stored stays, and for an hour what a task that has failed has stored.
     """
-    from agentctl.store.collection import DAY_MS, Collector
+    from agentctl.store.clock import DAY_MS
+    from agentctl.store.collection import Collector
     from agentctl.store.faults import Faults
 
     with closing(open_store(settings)) as store:

@@ -11,15 +11,15 @@ from typing import TYPE_CHECKING, Any
 import click
 from agentctl.store.errors import EnvironmentFault, UsageError
 
-from .documents import compile_file, input_options, read_inputs, schema_text, write_file
+from .documents import Sources, compile_file, schema_text, source_options, write_file
 from .main import Settings, Verb, pass_settings
 from .render import Printer, clean, warn_findings
-from .variables import variable_options
 
 if TYPE_CHECKING:
     from agentctl.coordinator.definition import LoadedDocument
     from agentctl.coordinator.plan import CompiledTask, Plan
     from agentctl.coordinator.variables import Origin
+    from agentctl.store.policy import Policy
 
 SCHEMA_FILE = "workflow.schema.json"
 """What `init` calls the schema that it puts beside a workflow."""
@@ -106,23 +106,17 @@ def _put(target: Path, text: str, *, force: bool, needed: bool) -> bool:
 
 @click.command(cls=Verb)
 @click.argument("file")
-@input_options
-@variable_options
+@source_options
 @click.option("--workspace", type=click.Path(path_type=Path), metavar="DIR", help="As for `run`.")
 @pass_settings
 def explain(
     settings: Settings,
     file: str,
-    pairs: tuple[str, ...],
-    inputs_text: str | None,
-    inputs_file: str | None,
-    vars_files: tuple[str, ...],
-    var_pairs: tuple[str, ...],
+    sources: Sources,
     workspace: Path | None,
 ) -> None:
     """Show where each variable gets its value, and what it wins over. Values are never shown."""
-    given = read_inputs(pairs, inputs_text, inputs_file)
-    document, plan = compile_file(file, given, pairs, vars_files=vars_files, var_pairs=var_pairs, workspace=workspace)
+    document, plan = compile_file(file, sources.inputs(), sources, workspace=workspace)
     from agentctl.coordinator.variables import task_origins, workflow_origins
 
     warn_findings(settings, document.warnings)
@@ -205,7 +199,9 @@ def plan_for_people(out: Printer, document: LoadedDocument, plan: Plan) -> None:
 
 def _plan_rows(plan: Plan) -> Iterator[tuple[object, ...]]:
     from agentctl.coordinator.graph import build_graph
+    from agentctl.store.policy import Policy
 
+    policy = Policy.from_json(plan.policy)
     first: dict[str, CompiledTask] = {}
     for task in plan.tasks.values():
         first.setdefault(task.expansion.parent if task.expansion is not None else task.id, task)
@@ -215,27 +211,20 @@ def _plan_rows(plan: Plan) -> Iterator[tuple[object, ...]]:
         if node.children:
             number += f"-{plan.tasks[node.id].position + 1}"
         name = f"{node.id} x{node.children}" if node.children else node.id
-        yield number, name, node.uses, _few(node.needs), _effect(plan, task), _limits(task, plan.tasks[node.id])
+        yield number, name, node.uses, _few(node.needs), _effect(plan, policy, task), _limits(task, plan.tasks[node.id])
         if 0 < node.children <= SHOWN_CHILDREN:
             # The ids are what other verbs want to be told.
             for child in plan.tasks[node.id].needs:
                 yield str(plan.tasks[child].position + 1), f"  {child}", "", "", "", ""
 
 
-def _effect(plan: Plan, task: CompiledTask) -> str:
-    from agentctl.coordinator.kinds import EFFECTS
-    from agentctl.store.policy import Policy, decide_effect
+def _effect(plan: Plan, policy: Policy, task: CompiledTask) -> str:
+    from agentctl.coordinator.kinds import EFFECTS, decision_on
 
-    facts = EFFECTS.get(task.action_kind or "")
-    if facts is None:
+    decision = decision_on(policy, task.action_kind)
+    if decision is None:
         return "none"
-    decision = decide_effect(
-        Policy.from_json(plan.policy),
-        policy_name=facts.policy_name,
-        effect_class=facts.effect_class,
-        risk=facts.risk,
-    )
-    words = [facts.effect_class.replace("_", " ")]
+    words = [EFFECTS[str(task.action_kind)].effect_class.replace("_", " ")]
     declared = plan.actions.get(task.uses_name, {}).get("idempotency")
     if declared is not None:
         words.append(declared.replace("_", " "))
@@ -270,29 +259,22 @@ def _few(names: Sequence[str]) -> str:
 @click.argument("source", metavar="FILE|RUN")
 @click.option("--format", "form", type=click.Choice(FORMATS), default="tree", help="tree: for a terminal.")
 @click.option("--expand", is_flag=True, help="Draw every child of an expansion by itself.")
-@input_options
-@variable_options
+@source_options
 @pass_settings
 def graph(
     settings: Settings,
     source: str,
     form: str,
     expand: bool,
-    pairs: tuple[str, ...],
-    inputs_text: str | None,
-    inputs_file: str | None,
-    vars_files: tuple[str, ...],
-    var_pairs: tuple[str, ...],
+    sources: Sources,
 ) -> None:
     """Draw the tasks of a workflow file, or of a run with their states."""
-    options = bool(pairs or inputs_text or inputs_file or vars_files or var_pairs)
     run_id: str | None = None
     states: list[str] | None = None
     if _is_file(source):
-        given = read_inputs(pairs, inputs_text, inputs_file)
-        document, plan = compile_file(source, given, pairs, vars_files=vars_files, var_pairs=var_pairs)
+        document, plan = compile_file(source, sources.inputs(), sources)
         warn_findings(settings, document.warnings)
-    elif options:
+    elif sources.any:
         raise UsageError("a run has its inputs and variables already", remedy="leave these options out")
     else:
         run_id, plan, states = _run_of(settings, source)

@@ -151,7 +151,7 @@ def gc(settings: Settings, days: int, states: tuple[str, ...], dry_run: bool) ->
 
     A run with an effect that nobody has reconciled stays, and so does the source of a run that goes on.
     """
-    from agentctl.store.collection import DAY_MS
+    from agentctl.store.clock import DAY_MS
     from agentctl.store.faults import Faults
     from agentctl.store.retention import collect_runs
 
@@ -166,7 +166,7 @@ def gc(settings: Settings, days: int, states: tuple[str, ...], dry_run: bool) ->
             dry_run=dry_run,
         )
         # The same age for both (contract 7): what has expired is invisible at once, but can be looked into for a while.
-        forget = store.memory_expired if dry_run else store.memory_prune
+        forget = store.memory_expired if dry_run else store.memory_collect
         data["memory"] = {"expired": forget(older_than_ms=days * DAY_MS)}
 
     def human(out: Printer) -> None:

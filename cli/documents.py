@@ -8,7 +8,8 @@ import stat
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from functools import partial
+from dataclasses import dataclass
+from functools import partial, wraps
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -49,6 +50,44 @@ def input_options(function: _Command) -> _Command:
     return function
 
 
+@dataclass(frozen=True, slots=True)
+class Sources:
+    """What a command line says of inputs and variables (`source_options`)."""
+
+    pairs: tuple[str, ...] = ()
+    inputs_text: str | None = None
+    inputs_file: str | None = None
+    vars_files: tuple[str, ...] = ()
+    var_pairs: tuple[str, ...] = ()
+
+    @property
+    def any(self) -> bool:
+        """Whether it says anything."""
+        return self != Sources()
+
+    def inputs(self) -> dict[str, Any]:
+        """The inputs; see `read_inputs`."""
+        return read_inputs(self.pairs, self.inputs_text, self.inputs_file)
+
+
+def source_options(function: Callable[..., None]) -> Callable[..., None]:
+    """`--input`, `--inputs`, `--inputs-file`, `--vars-file` and `--var`, given as one `sources`."""
+
+    @wraps(function)
+    def gathering(
+        *arguments: Any,
+        pairs: tuple[str, ...],
+        inputs_text: str | None,
+        inputs_file: str | None,
+        vars_files: tuple[str, ...],
+        var_pairs: tuple[str, ...],
+        **rest: Any,
+    ) -> None:
+        function(*arguments, sources=Sources(pairs, inputs_text, inputs_file, vars_files, var_pairs), **rest)
+
+    return input_options(variable_options(gathering))
+
+
 def read_inputs(pairs: Sequence[str], text: str | None, file: str | None) -> dict[str, Any]:
     """The inputs of the command line: `--inputs` or `--inputs-file`, and over them each `--input` (contract 4.12).
 
@@ -63,16 +102,24 @@ def read_inputs(pairs: Sequence[str], text: str | None, file: str | None) -> dic
         inputs = _json_object(text, "--inputs")
     elif file is not None:
         inputs = _json_object(read_file(file, "--inputs-file"), f"--inputs-file {file}")
-    seen: set[str] = set()
+    inputs |= read_values(pairs, "--input", 'name="Ada"')
+    return inputs
+
+
+def read_values(pairs: Sequence[str], option: str, example: str) -> dict[str, Any]:
+    """The values of an option that is given as KEY=VALUE, each key once; a value is JSON, or text.
+
+    Raises `UsageError`, with `example` as what to write instead.
+    """
+    found: dict[str, Any] = {}
     for pair in pairs:
         key, equals, value = pair.partition("=")
         if not key or not equals:
-            raise UsageError(f"--input {pair!r} is not KEY=VALUE", remedy='for example --input name="Ada"')
-        if key in seen:
-            raise UsageError(f"--input gives {key!r} twice", remedy="give each input once")
-        seen.add(key)
-        inputs[key] = json_or_text(value, f"--input {key}")
-    return inputs
+            raise UsageError(f"{option} {pair!r} is not KEY=VALUE", remedy=f"for example {option} {example}")
+        if key in found:
+            raise UsageError(f"{option} gives {key!r} twice", remedy="give each key once")
+        found[key] = json_or_text(value, f"{option} {key}")
+    return found
 
 
 def json_or_text(text: str, what: str) -> Any:
@@ -152,19 +199,14 @@ def read_file(file: str, option: str) -> bytes:
 
 
 def compile_file(
-    file: str,
-    given: dict[str, Any],
-    pairs: Sequence[str] = (),
-    *,
-    vars_files: Sequence[str] = (),
-    var_pairs: Sequence[str] = (),
-    workspace: Path | None = None,
+    file: str, given: dict[str, Any], sources: Sources, *, workspace: Path | None = None
 ) -> tuple[LoadedDocument, Plan]:
     """Load one workflow file, capture its variables, and compile it with the inputs of the command line.
 
-    `pairs` are the texts of `--input`. Warnings are gathered in the document. Raises `UsageError` and `DocumentError`.
+    `given` are the inputs of `sources`, read once for all files. Warnings are gathered in the document. Raises
+    `UsageError` and `DocumentError`.
     """
-    variables = read_pairs(var_pairs)
+    variables = read_pairs(sources.var_pairs)
     with without_plugins():
         from agentctl.coordinator.advice import certain_denials, never_called
         from agentctl.coordinator.compiler import compile_workflow
@@ -172,8 +214,8 @@ def compile_file(
         from agentctl.coordinator.diagnostics import DocumentError
         from agentctl.coordinator.variables import capture
 
-    document = capture(load_workflow(Path(file)), workspace=workspace, files=vars_files, pairs=variables)
-    odd = unknown_inputs(document, given, pairs) + unknown_variables(document)
+    document = capture(load_workflow(Path(file)), workspace=workspace, files=sources.vars_files, pairs=variables)
+    odd = unknown_inputs(document, given, sources.pairs) + unknown_variables(document)
     if any(item.severity == "error" for item in odd):
         raise DocumentError(odd)
     plan = compile_workflow(document, inputs=given, warnings=document.warnings)
@@ -200,30 +242,25 @@ def without_plugins() -> Iterator[None]:
 
 @click.command(cls=Verb)
 @click.argument("files", nargs=-1, required=True, type=click.Path(), metavar="FILE...")
-@input_options
-@variable_options
+@source_options
 @pass_settings
 @click.pass_context
 def check(
     context: click.Context,
     settings: Settings,
     files: tuple[str, ...],
-    pairs: tuple[str, ...],
-    inputs_text: str | None,
-    inputs_file: str | None,
-    vars_files: tuple[str, ...],
-    var_pairs: tuple[str, ...],
+    sources: Sources,
 ) -> None:
     """Check workflow files: everything that can be known to be wrong before a run.
 
     With JSON output each file gives one envelope: CheckResult on stdout or Error on stderr. Exit 2 if any is wrong.
     """
-    given = read_inputs(pairs, inputs_text, inputs_file)
+    given = sources.inputs()
     printer = Printer(settings)
     wrong = 0
     for file in files:
         try:
-            document, plan = compile_file(file, given, pairs, vars_files=vars_files, var_pairs=var_pairs)
+            document, plan = compile_file(file, given, sources)
         except UsageError as error:
             wrong += 1
             print_error(
@@ -255,21 +292,15 @@ def check(
 
 @click.command(cls=Verb)
 @click.argument("file", type=click.Path())
-@input_options
-@variable_options
+@source_options
 @pass_settings
 def plan(
     settings: Settings,
     file: str,
-    pairs: tuple[str, ...],
-    inputs_text: str | None,
-    inputs_file: str | None,
-    vars_files: tuple[str, ...],
-    var_pairs: tuple[str, ...],
+    sources: Sources,
 ) -> None:
     """Show the compiled plan of a workflow file: order, needs, effects and limits, counted after expansion."""
-    given = read_inputs(pairs, inputs_text, inputs_file)
-    document, compiled = compile_file(file, given, pairs, vars_files=vars_files, var_pairs=var_pairs)
+    document, compiled = compile_file(file, sources.inputs(), sources)
     from agentctl.coordinator.plan import plan_as_json
 
     from .authoring import plan_for_people

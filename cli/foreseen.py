@@ -13,8 +13,9 @@ from agentctl.store.canonical import loads
 from .render import Printer, clean
 
 if TYPE_CHECKING:
-    from agentctl.coordinator.plan import CompiledTask, Plan
+    from agentctl.coordinator.plan import CompiledTask
     from agentctl.store.engine import Store
+    from agentctl.store.policy import Policy
 
 BATCH = 500
 SHOWN_ROWS = 200
@@ -40,9 +41,11 @@ def print_foreseen(printer: Printer, store: Store, run_id: str, outcome: dict[st
 def foreseen_tasks(store: Store, run_id: str) -> list[dict[str, Any]]:
     """One object for each compiled task, in compiled order."""
     from agentctl.coordinator.plan import Plan
+    from agentctl.store.policy import Policy
 
     plan = Plan.from_json(loads(store.run_documents(run_id).plan_json))
     snapshot = store.snapshot(run_id)
+    policy = Policy.from_json(plan.policy)
     tasks = list(plan.tasks.values())
     rows: list[dict[str, Any]] = []
     results: dict[str, str] = {}
@@ -51,7 +54,7 @@ def foreseen_tasks(store: Store, run_id: str) -> list[dict[str, Any]]:
         found = store.task_outputs(snapshot.run, [task.position for task in some])
         for task in some:
             output, error = found.get(task.position, (None, None))
-            row = _row(plan, task, snapshot.tasks[task.position].state, output, error)
+            row = _row(policy, task, snapshot.tasks[task.position].state, output, error)
             if task.uses_kind != "action" and row["result"] == "executed":
                 # What gathers the outputs of others is known only as far as they are.
                 unknown = [need for need in task.needs if results.get(need) == "requires_execution"]
@@ -62,7 +65,9 @@ def foreseen_tasks(store: Store, run_id: str) -> list[dict[str, Any]]:
     return rows
 
 
-def _row(plan: Plan, task: CompiledTask, state: str, output_json: str | None, error_json: str | None) -> dict[str, Any]:
+def _row(
+    policy: Policy, task: CompiledTask, state: str, output_json: str | None, error_json: str | None
+) -> dict[str, Any]:
     output = loads(output_json) if output_json is not None else {}
     error = loads(error_json) if error_json is not None else None
     if not isinstance(output, dict):
@@ -79,7 +84,7 @@ def _row(plan: Plan, task: CompiledTask, state: str, output_json: str | None, er
         "changed": output.get("changed") if known else (None if how == "requires_execution" else False),
         "path": output.get("path") if kind == "builtin.write" else None,
         "diff": output.get("diff") if kind == "builtin.write" else None,
-        "approval": _asks(plan, task, how, output),
+        "approval": _asks(policy, task, how, output),
         "expectedEffect": output.get("expectedEffect"),
         "dependsOn": output.get("dependsOn", []),
         "reason": _reason(how, output, error),
@@ -96,24 +101,16 @@ def _how(kind: str, state: str, output: dict[str, Any]) -> str:
     return "executed"
 
 
-def _asks(plan: Plan, task: CompiledTask, how: str, output: dict[str, Any]) -> str | None:
+def _asks(policy: Policy, task: CompiledTask, how: str, output: dict[str, Any]) -> str | None:
     """Why a real run would ask a person before this task, or None."""
-    from agentctl.coordinator.kinds import EFFECTS
-    from agentctl.store.policy import Policy, decide_effect
+    from agentctl.coordinator.kinds import decision_on
 
-    facts = EFFECTS.get(task.action_kind or "")
-    if facts is None or how not in ("predicted", "requires_execution", "executed"):
+    if how not in ("predicted", "requires_execution", "executed"):
         return None
     if task.action_kind == "builtin.write" and output.get("changed") is False and how == "predicted":
         return None
-    decision = decide_effect(
-        Policy.from_json(plan.policy),
-        policy_name=facts.policy_name,
-        effect_class=facts.effect_class,
-        risk=facts.risk,
-        interactive=True,
-    )
-    return decision.reason if decision.needs_approval else None
+    decision = decision_on(policy, task.action_kind, interactive=True)
+    return decision.reason if decision is not None and decision.needs_approval else None
 
 
 def _reason(how: str, output: dict[str, Any], error: dict[str, Any] | None) -> str | None:

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from gettext import gettext
 from importlib import import_module
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 import click
 
@@ -259,7 +259,6 @@ def program(context: click.Context) -> None:
 
 def run(arguments: Sequence[str] | None = None) -> None:
     """Execute one command line and end the process with its exit code."""
-    signal.signal(signal.SIGINT, _leave)
     given = list(sys.argv[1:] if arguments is None else arguments)
     _hold_closed_streams()
     for stream in (sys.stdout, sys.stderr):
@@ -287,10 +286,6 @@ def _hold_closed_streams() -> None:
             os.set_inheritable(os.open(os.devnull, mode), True)
     if sys.stdout is None:
         sys.stdout = open(1, "w", encoding="utf-8", closefd=False)  # noqa: SIM115 - for the rest of the process
-
-
-def _leave(number: int, frame: object) -> NoReturn:
-    os._exit(EXIT_INTERRUPTED)
 
 
 def _execute(given: list[str]) -> int:

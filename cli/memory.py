@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import closing, contextmanager
 from typing import TYPE_CHECKING, Any
 
 import click
 from agentctl.store.errors import ConflictError, NotFoundError, TaskFault, UsageError
 
-from .documents import json_or_text, read_json_file
+from .documents import json_or_text, read_json_file, read_values
 from .main import Settings, VerbGroup, pass_settings
 from .render import Printer, clean, counted, when
 from .run import open_store
@@ -92,6 +92,7 @@ def memory_put(
     It belongs to no run: no approval is asked for, and nothing is recorded but the entry.
     """
     from agentctl.store import memory_entries as entries
+    from agentctl.store.clock import DAY_MS
     from agentctl.store.long_term import new_write
 
     if (value is None) == (file is None):
@@ -101,7 +102,7 @@ def memory_put(
     if text is not None:
         given["text"] = text
     if pairs:
-        given["metadata"] = _pairs(pairs, "--metadata")
+        given["metadata"] = read_values(pairs, "--metadata", "topic=house")
     with _faults():
         entries.check_name("namespace", namespace)
         entries.check_name("key", key)
@@ -110,7 +111,7 @@ def memory_put(
         if dimensions is not None:
             _local(dimensions)
     with closing(open_store(settings, create=True)) as store, _faults():
-        expires_at = None if days is None else store.clock.now() + days * entries.DAY_MS
+        expires_at = None if days is None else store.clock.now() + days * DAY_MS
         write = new_write(namespace, key, entry, _embedder(store, namespace, dimensions), expires_at)
         record = store.memory_put(write)
     Printer(settings).result("MemoryRecord", record, lambda out: _record_for_people(out, record))
@@ -139,7 +140,7 @@ def memory_search(
     """
     from agentctl.store.memory_entries import search_of
 
-    filters = _pairs(pairs, "--filter")
+    filters = read_values(pairs, "--filter", "topic=house")
     given = {"query": query, "mode": mode, "limit": limit, "filters": filters, "namespace": namespace}
     with _faults():
         question = search_of(given, namespace)
@@ -227,18 +228,6 @@ def _embedder(store: Store, namespace: str, dimensions: int | None) -> Embedder:
         return _local(dimensions)
     known = store.memory_embeddings(namespace)
     return embedder(*known[0]) if len(known) == 1 else embedder()
-
-
-def _pairs(pairs: Sequence[str], option: str) -> dict[str, Any]:
-    found: dict[str, Any] = {}
-    for pair in pairs:
-        key, equals, value = pair.partition("=")
-        if not key or not equals:
-            raise UsageError(f"{option} {pair!r} is not KEY=VALUE", remedy=f"for example {option} topic=house")
-        if key in found:
-            raise UsageError(f"{option} gives {key!r} twice", remedy="give each key once")
-        found[key] = json_or_text(value, f"{option} {key}")
-    return found
 
 
 def _record_for_people(out: Printer, record: dict[str, Any]) -> None:

@@ -18,7 +18,7 @@ import click
 from agentctl.store.errors import AlreadyTerminal, PolicyError, UsageError
 from agentctl.store.states import RUN_FINAL
 
-from .documents import compile_file, input_options, read_inputs
+from .documents import Sources, compile_file, source_options
 from .main import EXIT_INTERRUPTED, Seconds, Settings, Verb, pass_settings
 from .render import (
     Printer,
@@ -34,7 +34,6 @@ from .render import (
     warn_findings,
     when,
 )
-from .variables import variable_options
 
 if TYPE_CHECKING:
     from agentctl.coordinator.definition import LoadedDocument
@@ -89,8 +88,7 @@ def _submission_options(function: Callable[..., Any]) -> Callable[..., Any]:
         click.option("--idempotency-key", metavar="KEY", help="The same key gives the same run back."),
         click.option("--priority", type=click.IntRange(-10, 10), default=0, help="-10 to 10; higher is served first."),
         click.option("--workspace", type=click.Path(), metavar="DIR", help="Base of paths; else FILE's folder."),
-        variable_options,
-        input_options,
+        source_options,
         click.argument("file", type=click.Path()),
     ):
         function = option(function)
@@ -114,27 +112,22 @@ _timeout_option = click.option(
 def _prepare(
     settings: Settings,
     file: str,
-    pairs: tuple[str, ...],
-    inputs_text: str | None,
-    inputs_file: str | None,
+    sources: Sources,
     workspace: str | None,
     key: str | None,
-    *,
-    vars_files: tuple[str, ...],
-    var_pairs: tuple[str, ...],
 ) -> _Prepared:
     """Everything of a submission that needs no database. Raises `UsageError` (and `DocumentError`)."""
     if key is not None and not (1 <= len(key) <= MAX_KEY and key.isprintable()):
         raise UsageError(f"--idempotency-key must be 1 to {MAX_KEY} printable characters")
     from agentctl.coordinator.compiler import merge_inputs
 
-    given = read_inputs(pairs, inputs_text, inputs_file)
+    given = sources.inputs()
     root = None
     if workspace is not None:
         root = Path(workspace).absolute()
         if not root.is_dir():
             raise UsageError(f"--workspace {workspace}: no such folder", remedy="give a folder that exists")
-    document, plan = compile_file(file, given, pairs, vars_files=vars_files, var_pairs=var_pairs, workspace=root)
+    document, plan = compile_file(file, given, sources, workspace=root)
     base = document.base_dir if root is None else root
     try:
         str(base).encode("utf-8")
@@ -200,11 +193,7 @@ def run(
     context: click.Context,
     settings: Settings,
     file: str,
-    pairs: tuple[str, ...],
-    inputs_text: str | None,
-    inputs_file: str | None,
-    vars_files: tuple[str, ...],
-    var_pairs: tuple[str, ...],
+    sources: Sources,
     workspace: str | None,
     priority: int,
     idempotency_key: str | None,
@@ -225,17 +214,7 @@ def run(
         raise PolicyError("--interactive needs a terminal", remedy="leave it out where nobody can be asked")
     from . import pool  # noqa: F401  # its import takes a while, and nothing may interrupt what follows for long
 
-    prepared = _prepare(
-        settings,
-        file,
-        pairs,
-        inputs_text,
-        inputs_file,
-        workspace,
-        idempotency_key,
-        vars_files=vars_files,
-        var_pairs=var_pairs,
-    )
+    prepared = _prepare(settings, file, sources, workspace, idempotency_key)
     with _signals_held():
         submission, store = _submit(
             settings,
@@ -279,11 +258,7 @@ def _interrupt(number: int, frame: object) -> NoReturn:
 def submit(
     settings: Settings,
     file: str,
-    pairs: tuple[str, ...],
-    inputs_text: str | None,
-    inputs_file: str | None,
-    vars_files: tuple[str, ...],
-    var_pairs: tuple[str, ...],
+    sources: Sources,
     workspace: str | None,
     priority: int,
     idempotency_key: str | None,
@@ -292,17 +267,7 @@ def submit(
 
     Without a live coordinator the run waits for one; a warning says so.
     """
-    prepared = _prepare(
-        settings,
-        file,
-        pairs,
-        inputs_text,
-        inputs_file,
-        workspace,
-        idempotency_key,
-        vars_files=vars_files,
-        var_pairs=var_pairs,
-    )
+    prepared = _prepare(settings, file, sources, workspace, idempotency_key)
     submission, store = _submit(settings, prepared, priority=priority, key=idempotency_key)
     with closing(store):
         data = {

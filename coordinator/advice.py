@@ -9,11 +9,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 from pathlib import PurePosixPath
 
-from agentctl.store.policy import Policy, decide_effect, environment_allowed, process_allowed
+from agentctl.store.policy import Policy, environment_allowed, process_allowed
 
 from .definition import LoadedDocument
 from .diagnostics import Diagnostic, Path
-from .kinds import EFFECTS
+from .kinds import EFFECTS, decision_on
 from .plan import CompiledTask, Plan
 from .subworkflows import flatten
 
@@ -76,14 +76,11 @@ def _denials(policy: Policy, plan: Plan, task: CompiledTask) -> Iterator[tuple[P
     So the places of tasks are looked up only where one is needed.
     """
     kind, action = str(task.action_kind), plan.actions.get(task.uses_name, {})
-    facts = EFFECTS.get(kind)
-    if facts is None:
+    decision = decision_on(policy, kind, interactive=True)
+    if decision is None:
         return
-    decision = decide_effect(
-        policy, policy_name=facts.policy_name, effect_class=facts.effect_class, risk=facts.risk, interactive=True
-    )
     if decision.denied:
-        hint = f"allow {facts.policy_name} under policy, or leave the task out"
+        hint = f"allow {EFFECTS[kind].policy_name} under policy, or leave the task out"
         yield (), ("uses",), f"{task.uses_name!r} will be denied: {decision.reason}", hint
     if kind == "builtin.shell.exec":
         command = action.get("command") or ""

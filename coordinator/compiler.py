@@ -31,6 +31,7 @@ from .expressions import (
     has_template,
     is_exact_template,
 )
+from .kinds import EFFECTS
 from .long_term_input import embeds, long_term_problems
 from .plan import (
     MAX_TASKS,
@@ -44,7 +45,7 @@ from .plan import (
     tasks_chunks,
 )
 from .plan_size import problem, task_size
-from .readings import NOBODY, Reader, Readings
+from .readings import NOBODY, Reader, Readings, strings_in
 from .routing import destinations, route_as_json, route_problems
 from .subworkflows import Declared, Namespace, Role, flatten, uncalled
 from .variables import of_document, recorded_workflow, task_variables, workflow_variables
@@ -57,8 +58,6 @@ __all__ = ["compile_workflow", "merge_inputs", "plan_as_json"]
 class _Kind:
     """What the compiler knows of an action kind (contract section 3)."""
 
-    effect_class: str | None
-    risk: str
     predictability: str
     fields: Mapping[str, str] | None = None
     required: tuple[str, ...] = ()
@@ -68,21 +67,17 @@ _FULLY, _PARTLY, _RUN = "fully_predictable", "partially_predictable", "requires_
 _PREDICTABILITY = (_FULLY, _PARTLY, _RUN)
 
 _KINDS: dict[str, _Kind] = {
-    "builtin.assign": _Kind(None, "low", _FULLY),
-    "builtin.assert": _Kind(None, "low", _FULLY, {"that": "bool", "message": "text"}, ("that",)),
-    "builtin.memory.read": _Kind(None, "low", _FULLY, {"key": "name"}, ("key",)),
-    "builtin.memory.write": _Kind("internal_state", "low", _FULLY, {"key": "name", "value": "any"}, ("key",)),
-    "builtin.long_term_memory.read": _Kind("observe", "low", _RUN, {"key": "name", "namespace": "name"}, ("key",)),
+    "builtin.assign": _Kind(_FULLY),
+    "builtin.assert": _Kind(_FULLY, {"that": "bool", "message": "text"}, ("that",)),
+    "builtin.memory.read": _Kind(_FULLY, {"key": "name"}, ("key",)),
+    "builtin.memory.write": _Kind(_FULLY, {"key": "name", "value": "any"}, ("key",)),
+    "builtin.long_term_memory.read": _Kind(_RUN, {"key": "name", "namespace": "name"}, ("key",)),
     "builtin.long_term_memory.search": _Kind(
-        "observe",
-        "low",
         _RUN,
         {"query": "any", "mode": "any", "limit": "any", "filters": "any", "namespace": "name"},
         ("query",),
     ),
     "builtin.long_term_memory.write": _Kind(
-        "external_mutate",
-        "medium",
         _RUN,
         {
             "key": "name",
@@ -96,14 +91,10 @@ _KINDS: dict[str, _Kind] = {
         },
         ("key",),
     ),
-    "builtin.long_term_memory.promote": _Kind("internal_state", "low", _RUN, {"key": "name", "value": "any"}, ("key",)),
-    "builtin.read": _Kind("observe", "low", _PARTLY, {"path": "name"}, ("path",)),
-    "builtin.write": _Kind(
-        "workspace_mutate", "medium", _PARTLY, {"path": "name", "content": "text"}, ("path", "content")
-    ),
+    "builtin.long_term_memory.promote": _Kind(_RUN, {"key": "name", "value": "any"}, ("key",)),
+    "builtin.read": _Kind(_PARTLY, {"path": "name"}, ("path",)),
+    "builtin.write": _Kind(_PARTLY, {"path": "name", "content": "text"}, ("path", "content")),
     "builtin.shell.exec": _Kind(
-        "process_execution",
-        "high",
         _RUN,
         {"args": "texts", "stdin": "text", "env": "text map", "cwd": "name", "artifacts": "texts"},
     ),
@@ -811,7 +802,7 @@ class _Compiler:
         return found
 
     def locate_problems(self, value: Any, path: Path) -> None:
-        for place, text in _strings(value, path):
+        for place, text in strings_in(value, path):
             try:
                 compile_value(text)
             except TemplateError as error:
@@ -1004,7 +995,7 @@ class _Compiler:
         requirements: dict[str, Any] = {
             "providers": [],
             "tools": [],
-            "effects": [kind for kind in kinds if _KINDS[kind].effect_class is not None],
+            "effects": [kind for kind in kinds if kind in EFFECTS],
             "processes": sorted({command for name in used if (command := self.spec.actions[name].command)}),
         }
         workflow_digest = hex_digest(canonical(workflow))
@@ -1124,20 +1115,9 @@ def _retry(retry: Retry) -> RetryPolicy:
     return RetryPolicy(retry.max_attempts, retry.backoff_ms, retry.backoff_multiplier, retry.max_backoff_ms)
 
 
-def _strings(value: Any, path: Path) -> Iterator[tuple[Path, str]]:
-    if type(value) is str:
-        yield path, value
-    elif type(value) is dict:
-        for key, item in value.items():
-            yield from _strings(item, (*path, key))
-    elif type(value) is list:
-        for index, item in enumerate(value):
-            yield from _strings(item, (*path, index))
-
-
 def _reading(value: Any, path: Path, task_id: str) -> Iterator[Path]:
     """The places of the strings that read a task."""
-    for place, text in _strings(value, path):
+    for place, text in strings_in(value, path):
         if any(item.root == "tasks" and item.path[0] == task_id for item in compile_value(text).references):
             yield place
 
@@ -1155,7 +1135,7 @@ def _unexpanded(task: Task) -> Iterator[tuple[Path, Any]]:
 
 def _places(value: Any, path: Path, reference: Ref) -> Iterator[Path]:
     """The places of the strings that read exactly this."""
-    for place, text in _strings(value, path):
+    for place, text in strings_in(value, path):
         if reference in compile_value(text).references:
             yield place
 

@@ -13,8 +13,6 @@ from typing import Any
 
 from .plan import CompiledTask, Plan
 
-FORMATS = ("tree", "mermaid", "dot")
-
 _FILL = {
     "succeeded": "#c8e6c9",
     "failed": "#ffcdd2",
@@ -105,7 +103,7 @@ def _uses(task: CompiledTask) -> str:
 
 
 def draw(nodes: Sequence[Node], form: str) -> str:
-    """The text of a graph in one of `FORMATS`, without a line break at the end."""
+    """The text of a graph as `tree`, `mermaid` or `dot`, without a line break at the end."""
     return {"mermaid": _mermaid, "dot": _dot, "tree": _tree}[form](nodes)
 
 

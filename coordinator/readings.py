@@ -155,7 +155,7 @@ def _expressions(value: Any, path: Path, *, condition: bool) -> Iterator[tuple[P
     if condition:
         yield path, value
         return
-    for place, text in _strings(value, path):
+    for place, text in strings_in(value, path):
         if is_exact_template(text):
             yield place, text
 
@@ -165,17 +165,18 @@ def _places(value: Any, path: Path, reference: Ref, *, condition: bool) -> Itera
         if reference in compile_condition(value).references:
             yield path
         return
-    for place, text in _strings(value, path):
+    for place, text in strings_in(value, path):
         if "${{" in text and reference in compile_value(text).references:
             yield place
 
 
-def _strings(value: Any, path: Path) -> Iterator[tuple[Path, str]]:
+def strings_in(value: Any, path: Path) -> Iterator[tuple[Path, str]]:
+    """Every text in a JSON value, with its place."""
     if type(value) is str:
         yield path, value
     elif type(value) is dict:
         for key, item in value.items():
-            yield from _strings(item, (*path, key))
+            yield from strings_in(item, (*path, key))
     elif type(value) is list:
         for index, item in enumerate(value):
-            yield from _strings(item, (*path, index))
+            yield from strings_in(item, (*path, index))

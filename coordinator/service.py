@@ -11,7 +11,7 @@ from pathlib import Path
 from types import FrameType
 
 from agentctl.store import process_identity
-from agentctl.store.clock import SystemClock, SystemIds
+from agentctl.store.clock import DAY_MS, SystemClock, SystemIds
 from agentctl.store.engine import Store, own_rss
 from agentctl.store.errors import AgentctlError
 from agentctl.store.faults import Faults
@@ -23,7 +23,7 @@ from .driver import Coordinator
 
 log = logging.getLogger(__name__)
 
-PRUNE_AFTER_MS = 7 * 24 * 3600 * 1000
+PRUNE_AFTER_MS = 7 * DAY_MS
 """Rows of ended processes are kept for a week."""
 
 

@@ -556,6 +556,16 @@ def commit(
     return told
 
 
+def forget_leases(tx: Connection, *, now: int, digest: str | None = None) -> None:
+    """Remove leases that protect nothing any more, of one blob or of all: expired, and their attempts are closed."""
+    which, values = ("", (now,)) if digest is None else ("digest = ? AND ", (digest, now))
+    tx.execute(
+        f"DELETE FROM artifact_ingests WHERE {which}expires_at <= ? AND attempt_id IN "  # noqa: S608
+        "(SELECT attempt_id FROM attempts WHERE state = 'closed')",
+        values,
+    )
+
+
 def release_abandoned(tx: Connection, run_id: str, events: list[Event]) -> None:
     """Give back the bytes that were reserved for attempts which have ended without ingesting.
 

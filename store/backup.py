@@ -14,15 +14,14 @@ from collections.abc import Iterator
 from contextlib import closing, contextmanager, suppress
 from pathlib import Path
 from typing import Any
-from urllib.parse import quote
 
 import apsw
 
 from . import filesystem, migrate
-from .artifacts import PROTECTED
+from .artifacts import PROTECTED, forget_leases
 from .blobs import Blobs, Staged, writer_liveness, writer_name
 from .clock import Clock
-from .database import Database, all_rows, translate
+from .database import Database, all_rows, open_immutable, translate
 from .engine import Store
 from .errors import ConflictError, CorruptStore, EnvironmentFault, IncompatibleVersion, NotFoundError, UsageError
 from .filesystem import sync_folder
@@ -234,9 +233,7 @@ def _copy_checked(file: Path, target: Path, shown: Path) -> None:
 def _read_only(file: Path) -> apsw.Connection:
     """Open a file that nobody else writes, without making anything beside it."""
     try:
-        return apsw.Connection(
-            f"file:{quote(str(file.absolute()))}?immutable=1", flags=apsw.SQLITE_OPEN_READONLY | apsw.SQLITE_OPEN_URI
-        )
+        return open_immutable(file)
     except apsw.Error as error:
         raise EnvironmentFault(f"cannot read {file}: {error}", remedy="let this user read it") from error
 
@@ -305,11 +302,7 @@ def _forget_unneeded(copy: Store) -> None:
     """A backup does not carry what the next collection would remove."""
     now = copy.clock.now()
     with copy.database.write(durable=True) as tx:
-        tx.execute(
-            "DELETE FROM artifact_ingests WHERE expires_at <= ? AND attempt_id IN "
-            "(SELECT attempt_id FROM attempts WHERE state = 'closed')",
-            (now,),
-        )
+        forget_leases(tx, now=now)
         tx.execute(f"DELETE FROM artifact_blobs AS b WHERE NOT ({PROTECTED})", (now,))  # noqa: S608
 
 

@@ -10,6 +10,8 @@ import random
 import time
 from typing import Protocol
 
+DAY_MS = 24 * 3600 * 1000
+
 
 class Clock(Protocol):
     """Time. `now` may jump when somebody sets the clock; `monotonic` never does."""

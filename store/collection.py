@@ -15,9 +15,9 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-from .artifacts import PROTECTED, Artifacts
+from .artifacts import PROTECTED, Artifacts, forget_leases
 from .blobs import store_fault
-from .clock import Clock
+from .clock import DAY_MS, Clock
 from .database import Database, all_rows
 from .faults import Faults
 from .process_identity import Liveness
@@ -25,7 +25,6 @@ from .process_identity import Liveness
 SLICE = 128
 """Blobs that are taken away in one hold of the lock."""
 
-DAY_MS = 24 * 3600 * 1000
 UNKNOWN_WRITER_MS = DAY_MS
 """A temporary file whose writer cannot be looked up from here is left alone for a day at least."""
 
@@ -187,11 +186,7 @@ class Collector:
         with self._database.write(durable=True) as tx:
             for digest in digests:
                 # An expired lease of an attempt that is closed protects nothing, and stands in the way.
-                tx.execute(
-                    "DELETE FROM artifact_ingests WHERE digest = ? AND expires_at <= ? AND attempt_id IN "
-                    "(SELECT attempt_id FROM attempts WHERE state = 'closed')",
-                    (digest, now),
-                )
+                forget_leases(tx, now=now, digest=digest)
                 tx.execute(
                     f"DELETE FROM artifact_blobs AS b WHERE b.digest = ? AND NOT ({PROTECTED})",  # noqa: S608
                     (digest, now),
@@ -210,11 +205,7 @@ class Collector:
 
     def _forget_leases(self) -> None:
         with self._database.write(durable=True) as tx:
-            tx.execute(
-                "DELETE FROM artifact_ingests WHERE expires_at <= ? AND attempt_id IN "
-                "(SELECT attempt_id FROM attempts WHERE state = 'closed')",
-                (self._clock.now(),),
-            )
+            forget_leases(tx, now=self._clock.now())
 
 
 def _slices(items: Sequence[tuple[str, int]]) -> Iterator[Sequence[tuple[str, int]]]:

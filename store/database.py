@@ -168,12 +168,8 @@ class Database:
         """
         if not self.path.exists() or self.path.stat().st_size == 0:
             return
-        from urllib.parse import quote
-
         try:
-            connection = apsw.Connection(
-                f"file:{quote(str(self.path))}?immutable=1", flags=apsw.SQLITE_OPEN_READONLY | apsw.SQLITE_OPEN_URI
-            )
+            connection = open_immutable(self.path)
             try:
                 application = _pragma(connection, "application_id")
                 version = _pragma(connection, "user_version")
@@ -351,6 +347,16 @@ class Database:
         if isinstance(translated, SyncFailed):
             self._failed_sync = translated
         return translated
+
+
+def open_immutable(path: Path) -> Connection:
+    """A connection that only reads, takes no lock and makes nothing beside the file: for a header, or for a file that
+    nobody writes. Raises `apsw.Error`; the caller closes it."""
+    from urllib.parse import quote
+
+    return apsw.Connection(
+        f"file:{quote(str(path.absolute()))}?immutable=1", flags=apsw.SQLITE_OPEN_READONLY | apsw.SQLITE_OPEN_URI
+    )
 
 
 def translate(error: apsw.Error, path: Path) -> AgentctlError:

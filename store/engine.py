@@ -70,7 +70,7 @@ BATCH_RESULTS = 256
 BATCH_BYTES = 8 * 1024 * 1024
 REINDEX_ENTRIES = 16
 """Entries of at most 1 MiB each that a reindex holds at a time."""
-PRUNE_ENTRIES = 256
+COLLECT_ENTRIES = 256
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,8 +144,10 @@ class Store:
 
     def create_run(self, new: NewRun) -> tuple[str, bool]:
         """Create a run; (run id, created). Durable when it returns. See `runs.create_run`."""
+        # Hashing a large plan takes a while, in which nobody should wait at the gate.
+        digests = runs.document_digests(new.workflow_json, new.plan_json, new.inputs_json, new.settings_json)
         with self.database.write(durable=True) as tx:
-            return runs.create_run(tx, new, now=self.clock.now())
+            return runs.create_run(tx, new, digests, now=self.clock.now())
 
     def get_run(self, run_id: str) -> Run:
         """The run's row; `NotFoundError`, `IncompatibleVersion`."""
@@ -582,14 +584,14 @@ class Store:
         with self.database.read() as tx:
             return long_term.expired(tx, before=self.clock.now() - older_than_ms)
 
-    def memory_prune(self, *, older_than_ms: int) -> int:
-        """Delete entries that have expired so long ago, some in each transaction; how many."""
+    def memory_collect(self, *, older_than_ms: int) -> int:
+        """Delete entries that have expired so long ago (ms), some in each transaction; how many. Durable."""
         before, done = self.clock.now() - older_than_ms, 0
         while True:
-            with self.database.write() as tx:
-                pruned = long_term.prune(tx, before=before, limit=PRUNE_ENTRIES)
-            done += pruned
-            if pruned < PRUNE_ENTRIES:
+            with self.database.write(durable=True) as tx:
+                removed = long_term.collect(tx, before=before, limit=COLLECT_ENTRIES)
+            done += removed
+            if removed < COLLECT_ENTRIES:
                 return done
 
     # -- processes and rescue --------------------------------------------------------------------------------------

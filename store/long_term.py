@@ -269,7 +269,7 @@ def expired(tx: Connection, *, before: int) -> int:
     return int(row[0]) if row else 0
 
 
-def prune(tx: Connection, *, before: int, limit: int) -> int:
+def collect(tx: Connection, *, before: int, limit: int) -> int:
     """Delete some entries whose time was over at `before`; how many."""
     tx.execute(
         "DELETE FROM long_term_memory WHERE rowid IN "

@@ -25,7 +25,6 @@ MAX_CANDIDATES = 10_000
 MAX_RESULTS = 100
 DEFAULT_RESULTS = 10
 MAX_RETENTION_DAYS = 36_500
-DAY_MS = 86_400_000
 MODES = ("text", "vector", "hybrid")
 
 FORMS = ("entry", "content", "value")

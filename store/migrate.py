@@ -32,16 +32,12 @@ def refuse_newer(version: int, path: Path) -> None:
 
 def version_of(path: Path) -> int:
     """The schema that a database has, seen in its header without any lock. Raises what opening it would raise."""
-    from urllib.parse import quote
-
     import apsw
 
-    from .database import translate
+    from .database import open_immutable, translate
 
     try:
-        connection = apsw.Connection(
-            f"file:{quote(str(path.absolute()))}?immutable=1", flags=apsw.SQLITE_OPEN_READONLY | apsw.SQLITE_OPEN_URI
-        )
+        connection = open_immutable(path)
         try:
             row = connection.execute("PRAGMA user_version").fetchone()
         finally:

@@ -34,8 +34,10 @@ COLUMNS = (
 )
 
 
-def create_run(tx: Connection, new: NewRun, *, now: int) -> tuple[str, bool]:
+def create_run(tx: Connection, new: NewRun, digests: dict[str, str], *, now: int) -> tuple[str, bool]:
     """Create a run with all its tasks, ledger, memory, first audit event and checkpoint.
+
+    `digests` are the `document_digests` of its texts.
 
     Returns (run id, created). With an idempotency key that is known, the earlier run is returned if it was submitted
     with the same content; with other content `ConflictError` is raised.
@@ -125,7 +127,7 @@ def create_run(tx: Connection, new: NewRun, *, now: int) -> tuple[str, bool]:
         "state": "running",
         "created": len(new.task_ids),
         "workingMemory": new.memory,
-        "documents": document_digests(new.workflow_json, new.plan_json, new.inputs_json, new.settings_json),
+        "documents": digests,
     }
     audit.append_checkpoint(tx, new.run_id, canonical(state), now=now)
     return new.run_id, True

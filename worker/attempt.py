@@ -31,7 +31,7 @@ from agentctl.store.records import (
     StartRefused,
     record,
 )
-from agentctl.store.states import may_repeat
+from agentctl.store.states import LEAVES_NO_TRACE, may_repeat
 from agentctl.store.timing import Timing
 
 from .effects import Done, EffectContext, EffectOutcome, EffectPlan, Work, prepare
@@ -145,7 +145,7 @@ class AttemptRunner:
         )
         if decision.denied:
             raise TaskFault("policy_denied", decision.reason)
-        if settings.check and (decision.needs_approval or plan.effect_class not in _HARMLESS):
+        if settings.check and (decision.needs_approval or plan.effect_class not in LEAVES_NO_TRACE):
             return Done(plan.foreseen or _not_executed(plan, decision.reason if decision.needs_approval else None))
         if plan.keeps is not None:
             self._require_store()
@@ -334,10 +334,6 @@ def _recorded(request: EffectRequest, answer: RecordedEffect) -> Ending:
 
 
 _CANCELLED = '{"code":"effect_cancelled","message":"the effect was cancelled","retryable":false}'
-
-
-_HARMLESS = frozenset({"pure", "observe", "internal_state"})
-"""Effect classes that a run in check mode carries out: they change nothing outside of the run."""
 
 
 def _not_executed(plan: EffectPlan, approval: str | None) -> dict[str, Any]:

@@ -62,6 +62,13 @@ def often(count: int) -> settings:
     )
 
 
+CIRCUMSTANCES: dict[str, Any] = {
+    "concurrency": st.integers(1, 8),
+    "workers": st.integers(1, 8),
+    "chance": st.integers(0, 2**32),
+}
+
+
 def assert_equal(picture: Picture, expected: Expected, plain: Callable[[Any], Any] = plain) -> None:
     """A run has come to what the interpreter says. `plain` takes out of outputs what it cannot foresee."""
     assert picture.state == expected.state, picture
@@ -82,12 +89,7 @@ def assert_equal(picture: Picture, expected: Expected, plain: Callable[[Any], An
 
 @hypothesis.seed(SEED)
 @often(repeats(2_000, 60))
-@given(
-    graph=graphs(),
-    concurrency=st.integers(1, 8),
-    workers=st.integers(1, 8),
-    chance=st.integers(0, 2**32),
-)
+@given(graph=graphs(), **CIRCUMSTANCES)
 def test_a_scheduler_equals_the_interpreter(
     tmp_path_factory: pytest.TempPathFactory, graph: Graph, concurrency: int, workers: int, chance: int
 ) -> None:
@@ -96,12 +98,7 @@ def test_a_scheduler_equals_the_interpreter(
 
 @hypothesis.seed(SEED)
 @often(repeats(300, 30))
-@given(
-    program=programs(),
-    concurrency=st.integers(1, 8),
-    workers=st.integers(1, 8),
-    chance=st.integers(0, 2**32),
-)
+@given(program=programs(), **CIRCUMSTANCES)
 def test_nested_constructs_equal_the_interpreter(
     tmp_path_factory: pytest.TempPathFactory, program: Program, concurrency: int, workers: int, chance: int
 ) -> None:
@@ -241,12 +238,7 @@ def in_the_foreground(
 
 @hypothesis.seed(SEED)
 @often(repeats(20))
-@given(
-    graph=graphs(),
-    concurrency=st.integers(1, 8),
-    workers=st.integers(1, 8),
-    chance=st.integers(0, 2**32),
-)
+@given(graph=graphs(), **CIRCUMSTANCES)
 def test_real_processes_equal_the_interpreter_whoever_dies(
     tmp_path_factory: pytest.TempPathFactory, graph: Graph, concurrency: int, workers: int, chance: int
 ) -> None:
@@ -255,12 +247,7 @@ def test_real_processes_equal_the_interpreter_whoever_dies(
 
 @hypothesis.seed(SEED)
 @often(repeats(6))
-@given(
-    program=programs(60),
-    concurrency=st.integers(1, 8),
-    workers=st.integers(1, 8),
-    chance=st.integers(0, 2**32),
-)
+@given(program=programs(60), **CIRCUMSTANCES)
 def test_nested_constructs_equal_the_interpreter_whoever_dies(
     tmp_path_factory: pytest.TempPathFactory, program: Program, concurrency: int, workers: int, chance: int
 ) -> None:

@@ -15,11 +15,12 @@ import pytest
 from agentctl.store import effects, long_term
 from agentctl.store import memory_entries as entries
 from agentctl.store.canonical import canonical
+from agentctl.store.clock import DAY_MS
 from agentctl.store.embedding import Embedder, LocalHash, embedder, terms_of, tokens
 from agentctl.store.engine import REINDEX_ENTRIES, Store
 from agentctl.store.errors import IncompatibleVersion, LeaseLost, TaskFault
 from agentctl.store.long_term import new_write
-from agentctl.store.memory_entries import DAY_MS, Search
+from agentctl.store.memory_entries import Search
 from agentctl.store.records import EffectEnd, MemoryWrite, RecordedEffect, StartedEffect
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -269,8 +270,8 @@ def test_what_has_expired_long_ago_is_pruned(store: Store, clock: ManualClock) -
         store.memory_put(write_of(f"k{number}", expires_at=now + 1 + number))
     store.memory_put(write_of("stays"))
     clock.set_wall(now + 1000)
-    assert store.memory_prune(older_than_ms=500) == 500
-    assert store.memory_prune(older_than_ms=500) == 0
+    assert store.memory_collect(older_than_ms=500) == 500
+    assert store.memory_collect(older_than_ms=500) == 0
     left = {key for (key,) in rows(store, "SELECT memory_key FROM long_term_memory")}
     assert left == {"stays", *(f"k{number}" for number in range(500, 600))}
 

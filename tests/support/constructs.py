@@ -18,7 +18,7 @@ from typing import Any
 
 from hypothesis import strategies as st
 
-from support.graphs import ACTIONS, FILES, SEED_TEXT, Expected, as_text, identical, perform
+from support.graphs import FILES, SEED_TEXT, Expected, as_text, identical, perform, workflow
 
 KEYS = ("red", "green")
 INPUTS = {"yes": True, "no": False, "n": 2, "name": "Ada", "items": [1, "two"]}
@@ -203,20 +203,8 @@ class Program:
 
     def document(self, concurrency: int) -> dict[str, Any]:
         """The workflow, to be written as JSON."""
-        return {
-            "apiVersion": "agentctl.dev/v1",
-            "kind": "Workflow",
-            "metadata": {"name": "nested"},
-            "spec": {
-                "inputs": INPUTS,
-                "policy": {"approval": "never", "processAllowlist": ["echo"], "writableRoots": ["files"]},
-                "runtime": {"maxConcurrency": concurrency, "maxDeliveries": 1000},
-                "output": {"showDiff": False},
-                "memory": {"working": dict.fromkeys(KEYS, 0)},
-                "actions": ACTIONS,
-                **self.spec,
-            },
-        }
+        memory = {"working": dict.fromkeys(KEYS, 0)}
+        return workflow("nested", concurrency, inputs=INPUTS, memory=memory, **self.spec)
 
 
 def write_program(seed: int, most: int = MOST_TASKS) -> Program:

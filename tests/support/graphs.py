@@ -91,6 +91,24 @@ class Node:
         return task
 
 
+def workflow(name: str, concurrency: int, **spec: Any) -> dict[str, Any]:
+    """A document with the actions, inputs and memory of these tests, to be written as JSON."""
+    return {
+        "apiVersion": "agentctl.dev/v1",
+        "kind": "Workflow",
+        "metadata": {"name": name},
+        "spec": {
+            "inputs": INPUTS,
+            "policy": {"approval": "never", "processAllowlist": ["echo"], "writableRoots": ["files"]},
+            "runtime": {"maxConcurrency": concurrency, "maxDeliveries": 1000},
+            "output": {"showDiff": False},
+            "memory": {"working": dict.fromkeys(KEYS, 0)},
+            "actions": ACTIONS,
+            **spec,
+        },
+    }
+
+
 @dataclass(frozen=True)
 class Graph:
     """A workflow in the order of its declaration."""
@@ -100,20 +118,7 @@ class Graph:
     def document(self, concurrency: int) -> dict[str, Any]:
         """The workflow, to be written as JSON."""
         kinds = {node.id: node.action for node in self.nodes}
-        return {
-            "apiVersion": "agentctl.dev/v1",
-            "kind": "Workflow",
-            "metadata": {"name": "random"},
-            "spec": {
-                "inputs": INPUTS,
-                "policy": {"approval": "never", "processAllowlist": ["echo"], "writableRoots": ["files"]},
-                "runtime": {"maxConcurrency": concurrency, "maxDeliveries": 1000},
-                "output": {"showDiff": False},
-                "memory": {"working": dict.fromkeys(KEYS, 0)},
-                "actions": ACTIONS,
-                "tasks": [node.document(kinds) for node in self.nodes],
-            },
-        }
+        return workflow("random", concurrency, tasks=[node.document(kinds) for node in self.nodes])
 
 
 @dataclass

@@ -9,11 +9,12 @@ from typing import Any
 
 import pytest
 from agentctl.store.canonical import canonical
+from agentctl.store.clock import DAY_MS
 from agentctl.store.embedding import LocalHash
 from agentctl.store.engine import Store
 from agentctl.store.errors import TaskFault
 from agentctl.store.long_term import new_write
-from agentctl.store.memory_entries import DAY_MS, entry_of
+from agentctl.store.memory_entries import entry_of
 from agentctl.store.policy import Policy
 from agentctl.worker.effects import EffectContext, EffectOutcome, EffectPlan, Work, prepare
 from support.builders import open_store

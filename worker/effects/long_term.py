@@ -12,6 +12,7 @@ from functools import partial
 from typing import Any, TypeAlias
 
 from agentctl.store import memory_entries as entries
+from agentctl.store.clock import DAY_MS
 from agentctl.store.embedding import DEFAULT_DIMENSIONS, LOCAL_HASH, Embedder, embedder
 from agentctl.store.engine import Store
 from agentctl.store.errors import IncompatibleVersion, TaskFault
@@ -95,7 +96,7 @@ def _write(
 ) -> EffectOutcome:
     store = _store(context)
     store.memory_entry(namespace, key)  # an entry of a newer agentctl is not lost to an older one
-    expires_at = None if days is None else store.clock.now() + days * entries.DAY_MS
+    expires_at = None if days is None else store.clock.now() + days * DAY_MS
     write = new_write(namespace, key, entry, chosen, expires_at)
     output: dict[str, Any] = {
         "status": "changed",
