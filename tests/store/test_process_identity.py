@@ -206,7 +206,9 @@ def test_kill_marked_ends_all_of_one_effect_and_nobody_else() -> None:
 
 def test_kill_marked_finds_who_cleared_the_environment() -> None:
     effect = uuid4().hex
-    script = "env -i setsid sh -c 'echo $$; exec sleep 300' & env -i sh -c 'echo $$; exec sleep 300' & wait; exec sleep 300"
+    script = (
+        "env -i setsid sh -c 'echo $$; exec sleep 300' & env -i sh -c 'echo $$; exec sleep 300' & wait; exec sleep 300"
+    )
     # It does not end by itself when its children are gone, or it would not always be there to be signalled.
     parent = marked(effect, "sh", "-c", script)
     assert parent.stdout is not None
