@@ -57,6 +57,12 @@ class NewRun:
     priority: int = 0
     idempotency_key: str | None = None
     actor: str = "cli-user"
+    parent_run_id: str | None = None
+    """The run of which this one is a replay or a fork (contract 9.1)."""
+    source_run_id: str | None = None
+    """The run that this one retries, repairs or compensates (contract 9.1)."""
+    lineage_json: str | None = None
+    """Why and how it was derived: `{formatVersion, sourceWorkflowDigest, roots, reason, failedOnly, ...}`."""
 
 
 @record

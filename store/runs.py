@@ -61,8 +61,8 @@ def create_run(tx: Connection, new: NewRun, digests: dict[str, str], *, now: int
     tx.execute(
         "INSERT INTO runs (run_id, runtime_state_version, plan_format_version, workflow_name, workflow_digest, "
         "plan_digest, mode, state, trace_id, priority, idempotency_key, submission_digest, base_path, first_task, "
-        "task_count, max_concurrency, max_deliveries, deadline_at, created_at, updated_at) "
-        "VALUES (?,?,?,?,?,?,?,'running',?,?,?,?,?,?,?,?,?,?,?,?)",
+        "task_count, max_concurrency, max_deliveries, deadline_at, created_at, updated_at, parent_run_id, "
+        "source_run_id, lineage_json) VALUES (?,?,?,?,?,?,?,'running',?,?,?,?,?,?,?,?,?,?,?,?,?,?,?)",
         (
             new.run_id,
             RUNTIME_STATE_VERSION,
@@ -83,6 +83,9 @@ def create_run(tx: Connection, new: NewRun, digests: dict[str, str], *, now: int
             None if wall_time is None else now + wall_time * 1000,
             now,
             now,
+            new.parent_run_id,
+            new.source_run_id,
+            new.lineage_json,
         ),
     )
     tx.execute(

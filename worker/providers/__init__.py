@@ -1,7 +1,8 @@
 """Model providers: one call of a model, behind one small interface.
 
 An agent's turn builds a `ModelRequest`; what is recorded of the effect is exactly `as_json()` of it, so the
-request that was paid for can be read later. A provider sends it once, without retries of its own, and says how that ended:
+request that was paid for can be read later. A provider sends it once, without retries of its own, and
+says how that ended:
 
 - `ModelResponse`: a complete answer. Whether it is useful (a refusal, a cut-off one) is for the agent loop to judge.
 - `ProviderFault` with `sent="no"`: provably nothing left this machine (name not resolved, connection refused, a
