@@ -7,6 +7,7 @@ refused: it may be meant, and the task may be skipped. Its author is told all th
 from __future__ import annotations
 
 from collections.abc import Iterator
+from itertools import takewhile
 from pathlib import PurePosixPath
 
 from agentctl.store.policy import Policy, environment_allowed, process_allowed
@@ -93,6 +94,30 @@ def _denials(policy: Policy, plan: Plan, task: CompiledTask) -> Iterator[tuple[P
             if not environment_allowed(policy, name):
                 message = f"the variable {name!r} will be denied: it is not in policy.environmentAllowlist"
                 yield (), ("with", "env", name), message, f"environmentAllowlist: [{name}]"
+        given = task.input.get("artifacts")
+        base: Path = () if given is not None else ("spec", "actions", task.uses_name)
+        names = given if given is not None else action.get("artifacts")
+        for place, name in enumerate(names if isinstance(names, list) else ()):
+            if isinstance(name, str) and _out_of_reach(name, policy.writable_roots):
+                below: Path = ("artifacts", place) if base else ("with", "artifacts", place)
+                message = f"the artifact {name!r} will be denied: it lies under none of policy.writableRoots"
+                yield base, below, message, f"writableRoots: [{PurePosixPath(name).parent!s}]"
     elif kind == "builtin.write" and not policy.writable_roots:
         message = "the write will be denied: policy.writableRoots is empty"
         yield (), ("uses",), message, "name the folders that may be written: writableRoots: [build]"
+
+
+def _out_of_reach(name: str, roots: tuple[str, ...]) -> bool:
+    """Whether a path or glob lies, by its text, under no writable root. Templates are known to the run only."""
+    if "${{" in name or any("${{" in root for root in roots):
+        return False
+    fixed = list(takewhile(lambda part: not set(part) & set("*?["), PurePosixPath(name).parts))
+    whole = len(fixed) == len(PurePosixPath(name).parts)
+    absolute = name.startswith("/")
+    for root in roots:
+        if root.startswith("/") is not absolute:
+            return False
+        parts = PurePosixPath(root).parts
+        if ".." in parts or fixed[: len(parts)] == list(parts) or (not whole and list(parts[: len(fixed)]) == fixed):
+            return False
+    return True

@@ -322,7 +322,7 @@ class Artifacts:
             if state in found:
                 found[state].append(each)
         untracked = []
-        if digest is None:
+        if digest is None and self.blobs.is_ours():
             known = {row[0] for row in rows}
             untracked = sorted(each for each, _ in self.blobs.stored() if each not in known and not self._known(each))
         return {

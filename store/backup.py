@@ -290,7 +290,7 @@ def _bury_everybody(copy: Store) -> int:
 
 @contextmanager
 def _no_collection(blobs: Blobs) -> Iterator[None]:
-    if not blobs.root.is_dir():
+    if not blobs.is_ours():
         # What is made from now on is not in the snapshot, or is too young for any collection that begins meanwhile.
         yield
         return
@@ -353,8 +353,7 @@ def _restore_blobs(rows: list[tuple[str, int]], source: Blobs, target: Blobs) ->
                     for item in staged:
                         target.place(item)
     finally:
-        for item in staged:
-            target.discard(item.path)
+        target.discard_own()
     return len(rows), sum(size for _, size in rows)
 
 

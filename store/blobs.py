@@ -5,6 +5,7 @@
     artifacts/trash/                    blobs that a collection has taken away and not yet deleted
     artifacts/.lock                     whoever links, moves or removes a blob holds it (architecture 6 and 7)
     artifacts/.collect.lock             collections, and backups that need every blob to stay
+    artifacts/.database                 the name of the database beside it that the blobs belong to
 
 No SQL in here; `artifacts` joins files and rows. Bytes are copied and hashed in pieces, so memory does not grow with
 them, and always before the lock is taken. Everything stays inside the folder: no other filesystem, no TMPDIR.
@@ -69,6 +70,8 @@ class Blobs:
 
     def __init__(self, database: Path, clock: Clock) -> None:
         self.root = database.absolute().with_name("artifacts")
+        self._database = database.name
+        self._owner = self.root / ".database"
         self._clock = clock
         self._shelves = self.root / "sha256"
         self._tmp = self.root / "tmp"
@@ -90,6 +93,49 @@ class Blobs:
                     f"artifacts cannot be stored: no permission to write in {place} {_mode(place)}",
                     remedy="give this user write permission there, or mount it writable",
                 )
+        self._require_owner()
+
+    def is_ours(self) -> bool:
+        """Whether there is a folder, and no other database that still exists has it."""
+        return self.root.is_dir() and self._other_owner() is None
+
+    def _other_owner(self) -> str | None:
+        try:
+            owner = self._owner.read_text(encoding="utf-8", errors="replace")
+        except FileNotFoundError:
+            return None
+        except OSError as error:
+            raise store_fault(self._owner, error) from error
+        there = owner != self._database and "/" not in owner and self.root.with_name(owner).is_file()
+        return owner if there else None
+
+    def _require_owner(self) -> None:
+        """Raise `EnvironmentFault` when the folder belongs to another database that is still there.
+
+        To each of two databases the blobs of the other would be strays without a row, and a collection removes those.
+        """
+        owner = self._other_owner()
+        if owner is not None:
+            raise EnvironmentFault(
+                f"{self.root} belongs to the database {owner}: {self._database} cannot keep its artifacts there",
+                remedy="keep each database in a folder of its own",
+            )
+
+    def _take(self) -> None:
+        """Write down whose folder this is; the caller holds a lock. One whose database is gone is taken over."""
+        self._require_owner()
+        with suppress(OSError):
+            if self._owner.read_text(encoding="utf-8") == self._database:
+                return
+        note = self._tmp / f"{writer_name()}.{next(_numbers)}"
+        # On a full disk a collection has to go on all the same; whoever stores something there writes it later.
+        with suppress(OSError):
+            try:
+                note.write_text(self._database, encoding="utf-8")
+                os.replace(note, self._owner)
+                sync_folder(self.root)
+            finally:
+                self.discard(note)
 
     def folders(self) -> tuple[Path, ...]:
         """The folders that a store of blobs has, innermost first."""
@@ -102,6 +148,7 @@ class Blobs:
             with suppress(FileExistsError):
                 folder.mkdir(mode=0o700)
                 sync_folder(folder.parent)
+        self._require_owner()
         self._made = True
 
     @contextmanager
@@ -137,6 +184,7 @@ class Blobs:
             except OSError as error:
                 raise store_fault(path, error) from error
             try:
+                self._take()
                 yield
             finally:
                 lock.release()
@@ -215,6 +263,15 @@ class Blobs:
         """Remove a staged file, if it is still there."""
         with suppress(FileNotFoundError):
             os.unlink(path)
+
+    def discard_own(self) -> None:
+        """Remove every file of this process in `tmp/`, also one whose writer was interrupted before it knew its name.
+
+        For a process that stages in one thread only and is done with it.
+        """
+        for entry in _scan(self._tmp):
+            if entry.name.partition(".")[0] == writer_name():
+                self.discard(Path(entry.path))
 
     def place(self, staged: Staged) -> None:
         """Give staged bytes their name, durably. The caller holds the lock and writes the row before it lets go.

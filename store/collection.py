@@ -48,7 +48,7 @@ class Collector:
         as `alone`, and `EnvironmentFault` when something cannot be moved or deleted: it stays, and a later collection
         goes on. A dry run takes no lock and writes nothing.
         """
-        if not self._blobs.root.is_dir():
+        if not self._blobs.is_ours():
             return _report(0, [], 0, 0, 0)
         if dry_run:
             cutoff = self._clock.now() - older_than_ms
@@ -65,7 +65,7 @@ class Collector:
         Raises `EnvironmentFault`, before anything is touched, when the folder cannot be written, and `LockHeld` when
         another collection or a backup goes on for a minute. Without a folder of artifacts nothing is held.
         """
-        if not self._blobs.root.is_dir():
+        if not self._blobs.is_ours():
             yield
             return
         self._blobs.require_writable()
@@ -74,7 +74,7 @@ class Collector:
 
     def collect_alone(self, *, older_than_ms: int) -> dict[str, Any]:
         """A collection inside `alone`."""
-        if not self._blobs.root.is_dir():
+        if not self._blobs.is_ours():
             return _report(0, [], 0, 0, 0)
         cutoff = self._clock.now() - older_than_ms
         rows = self._candidates(cutoff, ())

@@ -271,3 +271,23 @@ def test_without_a_database(cli: Any, verb: str) -> None:
     result = cli.json(*verb.split())
     assert (result.code, result.error["code"]) == (5, "not_found")
     assert not cli.database.parent.exists()
+
+
+def test_two_databases_do_not_share_a_folder_of_artifacts(cli: Any, done: str) -> None:
+    """To each the other's blobs would be strays without a row, and a collection removes those."""
+    other = cli.database.with_name("other.db")
+    hello = cli.write("hello.yaml", KEEPS.replace("builtin.write", "builtin.assign"))
+    assert cli("--db", str(other), "run", str(hello)).code == 0
+    assert cli("--db", str(other), "artifacts", "gc", "--older-than-days", "0").code == 0
+    assert cli("--db", str(other), "gc", "--older-than-days", "0").code == 0
+    assert cli.json("db", "verify").data["artifacts"]["checked"] == 1
+    assert cli("--db", str(other), "db", "backup", str(cli.folder / "copy")).code == 0
+    refused = cli("--db", str(other), "run", "keeps.yaml")
+    assert refused.code == 5
+    assert f"belongs to the database {cli.database.name}" in refused.err
+    assert "a folder of its own" in refused.err
+    # Whose database is gone has left the folder.
+    for name in (cli.database.name, f"{cli.database.name}-wal", f"{cli.database.name}-shm"):
+        cli.database.with_name(name).unlink(missing_ok=True)
+    assert cli("--db", str(other), "run", "keeps.yaml").code == 0
+    assert cli.json("--db", str(other), "db", "verify").data["ok"]

@@ -167,3 +167,28 @@ def test_variables_without_effect_are_told_and_slips_refused(cli: Any) -> None:
     cli.write("flow.yaml", HEAD.replace("region: eu", "a.b: 1") + "  tasks: [{id: a, uses: action:set}]\n")
     [finding] = told(cli.json("check", "flow.yaml"))
     assert (finding["path"], finding["severity"]) == ("spec.vars.a.b", "warning")
+
+
+def test_an_artifact_out_of_reach_is_told_before_its_command_runs(cli: Any) -> None:
+    cli.write(
+        "flow.yaml",
+        """\
+apiVersion: agentctl.dev/v1
+kind: Workflow
+metadata: {name: flow}
+spec:
+  inputs: {name: x}
+  policy: {processAllowlist: ["true"], writableRoots: [build/out, dist]}
+  actions:
+    one: {kind: builtin.shell.exec, command: "true", artifacts: [build/out/a, dist, "build/*/b", "*/c", src/d, "docs/**"]}
+    two: {kind: builtin.shell.exec, command: "true"}
+  tasks:
+    - {id: a, uses: action:one}
+    - {id: b, uses: action:two, with: {artifacts: ["dist/${{ inputs.name }}", "${{ inputs.name }}", /tmp/e, build/f]}}
+""",
+    )
+    assert [(item["path"], item["message"].split("'")[1]) for item in told(cli.json("check", "flow.yaml"))] == [
+        ("spec.actions.one.artifacts[4]", "src/d"),
+        ("spec.actions.one.artifacts[5]", "docs/**"),
+        ("spec.tasks[1].with.artifacts[3]", "build/f"),
+    ]
