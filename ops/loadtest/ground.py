@@ -188,16 +188,18 @@ class Services:
 
     def __init__(self, ground: Ground, commands: dict[str, tuple[str, ...]]) -> None:
         self.ground = ground
-        self.restarts = 0
+        self.ends: list[tuple[str, int]] = []
+        """Names and exit codes of those that were started again."""
         self._commands = commands
         self._running = {name: ground.start(name, *words) for name, words in commands.items()}
 
     def look(self) -> None:
         """Start again what has ended."""
         for name, process in self._running.items():
-            if process.poll() is not None:
+            code = process.poll()
+            if code is not None:
                 self._running[name] = self.ground.start(name, *self._commands[name])
-                self.restarts += 1
+                self.ends.append((name, code))
 
     def stop(self, seconds: float) -> list[int | None]:
         """SIGTERM to all; exit codes, None for one that does not end."""

@@ -16,6 +16,7 @@ and the verifier judges.
 from __future__ import annotations
 
 import random
+import signal
 import time
 from collections import Counter
 from dataclasses import dataclass
@@ -74,7 +75,10 @@ def run(ground: Ground, torture: Torture, say: Any) -> tuple[verifier.Verdict, C
         verdict.blame(complaint)
     if set(codes) != {0}:
         verdict.blame(f"the pools ended with {codes} after SIGTERM, not all with 0")
-    trouble.counts["pools started again"] = services.restarts
+    for name, code in services.ends:
+        if code != -signal.SIGKILL:
+            verdict.blame(f"{name} ended by itself with {code}")
+    trouble.counts["pools started again"] = len(services.ends)
     return verdict, trouble.counts + client.counts, figures
 
 
