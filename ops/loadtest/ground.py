@@ -158,9 +158,13 @@ class Ground:
         found: list[tuple[Any, ...]] = connection.execute(query, values).fetchall()
         return found
 
+    def is_made(self) -> bool:
+        """Whether there is a database with its tables; the first pool makes it."""
+        return self.database.exists() and bool(self.rows("SELECT 1 FROM sqlite_schema WHERE name = 'processes'"))
+
     def members(self, *kinds: str) -> list[Member]:
         """Processes of some kinds that live; a stopped one does."""
-        if not self.database.exists():
+        if not self.is_made():
             return []
         query = "SELECT process_id, kind, name, identity, state FROM processes WHERE stopped_at IS NULL"
         found = [
@@ -220,7 +224,7 @@ class Services:
         for process in self._running.values():
             process.kill()
             process.wait()
-        if self.ground.database.exists():
+        if self.ground.is_made():
             for member in self.ground.members("worker", "supervisor", "coordinator", "run"):
                 process_identity.kill(member.identity)
             holders = [row[0] for row in self.ground.rows("SELECT process_id FROM processes")]

@@ -7,6 +7,7 @@
 - a foreign process that holds SQLite's write lock, now and then five in a row;
 - people who are killed while they hand in a workflow and ask again under the same key;
 - runs that are cancelled;
+- a housekeeper who verifies, collects and makes backups;
 - a person who looks into the ledger outside and reconciles what is uncertain.
 
 Whatever ends is started again, as a service manager would. Afterwards it is quiet, everything has to come to its end,
@@ -118,7 +119,7 @@ class _Client:
         end = time.monotonic() + seconds
         told = time.monotonic()
         moved, progress, standstill, widest = time.monotonic(), -1, 0.0, 0
-        while time.monotonic() < end:
+        while time.monotonic() < end or self._number < len(orders.KINDS):
             self._services.look()
             try:
                 self._hand_in()
@@ -142,7 +143,9 @@ class _Client:
         going = self.ground.rows("SELECT COUNT(*) FROM runs WHERE state = 'running'")[0][0]
         if going >= OPEN_RUNS:
             return
-        kind = self._chance.choice(orders.KINDS)
+        # Each kind at least once, however short the torture is.
+        first = self._number < len(orders.KINDS)
+        kind = orders.KINDS[self._number] if first else self._chance.choice(orders.KINDS)
         key = f"{kind}-{self._number:05d}"
         self._number += 1
         count = self._chance.choice((1, 20, 100, 300))

@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import os
 import random
+import shutil
 import signal
 import subprocess
 import sys
@@ -51,6 +52,7 @@ class Trouble:
                 ("stops", self._stop),
                 ("locks", self._lock),
                 ("person", self._reconcile),
+                ("housekeeper", self._look_after),
             )
         ]
 
@@ -129,6 +131,34 @@ class Trouble:
                 argv = [sys.executable, "-c", FOREIGN_LOCK, str(self.ground.database), str(seconds)]
                 if subprocess.run(argv, check=False, stderr=subprocess.DEVNULL).returncode == 0:
                     self.counts["foreign locks"] += 1
+
+    # -- housekeeping at the same time ------------------------------------------------------------------------------
+
+    def _look_after(self, chance: random.Random) -> None:
+        """Nothing is wrong with a store at work, and what is collected is needed by nobody."""
+        while not self._quiet.wait(chance.uniform(5.0, 30.0)):
+            verb = chance.choice(
+                (("db", "verify", "--no-artifacts"), ("artifacts", "gc", "--older-than-days", "0"), ("db", "backup"))
+            )
+            if verb == ("db", "backup"):
+                self._back_up()
+                continue
+            answer = self.ground.ask(*verb)
+            self.counts[f"meanwhile: {' '.join(verb[:2])}"] += 1
+            if answer.code != 0:
+                self.errors.append(
+                    f"`agentctl {' '.join(verb)}`, meanwhile: {answer.code}: {answer.out + answer.err}"[:1000]
+                )
+
+    def _back_up(self) -> None:
+        """A copy of one moment, which has to be sound by itself."""
+        copy = self.ground.folder / "backup"
+        self.ground.call("db", "backup", str(copy))
+        answer = self.ground.ask("db", "verify", "--db", str(copy / "runtime.db"))
+        self.counts["meanwhile: db backup"] += 1
+        if answer.code != 0:
+            self.errors.append(f"a backup is not sound: {answer.out + answer.err}"[:1000])
+        shutil.rmtree(copy)
 
     # -- the person who looks what has become of uncertain effects --------------------------------------------------
 
