@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import subprocess
+import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -161,47 +162,93 @@ def mixed(ground: Ground, say: Any, *, tasks: int, workers: int, seed: int) -> O
     return outcome
 
 
+def _finished(ground: Ground) -> int:
+    """How many effects there have been."""
+    return int(ground.rows("SELECT COALESCE(MAX(effect_no), 0) FROM effects")[0][0])
+
+
+class _Feeder:
+    """A thread that keeps a few runs going and people watching them. It is ahead of the pool, never of its clock."""
+
+    RUNS = 4
+    SIZE = 2_000
+
+    def __init__(self, ground: Ground, watchers: int) -> None:
+        self.keys: dict[str, int] = {}
+        self.errors: list[str] = []
+        self.started = 0
+        self.thread = threading.Thread(target=self._work, daemon=True)
+        self._ground = ground
+        self._watchers = watchers
+        self._seen: list[subprocess.Popen[bytes]] = []
+        self._over = threading.Event()
+
+    def end(self) -> None:
+        """No more runs."""
+        self._over.set()
+        self.thread.join(120)
+
+    def wait_for_watchers(self, seconds: float) -> None:
+        """They end with their runs."""
+        for process in self._seen:
+            process.wait(seconds)
+        self._see_watchers()
+
+    def _see_watchers(self) -> None:
+        """Forget those whose run has ended; they end with 0."""
+        for process in list(self._seen):
+            code = process.poll()
+            if code is not None:
+                self._seen.remove(process)
+                if code != 0:
+                    self.errors.append(f"a watcher ended with {code}")
+
+    def _work(self) -> None:
+        try:
+            while not self._over.wait(0.05):
+                self._feed()
+        except Exception as error:
+            self.errors.append(f"nothing was handed in any more: {type(error).__name__}: {error}")
+
+    def _feed(self) -> None:
+        if self._ground.rows("SELECT COUNT(*) FROM runs WHERE state = 'running'")[0][0] >= self.RUNS:
+            return
+        key = f"run-{len(self.keys):05d}"
+        self.keys[key] = self.SIZE
+        run_id = _submit(self._ground, key, self.SIZE, gather=False)
+        self._see_watchers()
+        while len(self._seen) < self._watchers:
+            self._seen.append(self._ground.start("watch", "watch", run_id, "--output", "jsonl"))
+            self.started += 1
+
+
 def steady(ground: Ground, say: Any, *, minutes: int, workers: int, watchers: int) -> Outcome:
     """The same load for minutes, with people who watch. The last minute has to do at least 80 % of the first."""
     outcome = Outcome()
     done: list[int] = []
     log = 0
-    number = 0
-    seen: list[subprocess.Popen[bytes]] = []
-    keys: dict[str, int] = {}
-    size = 1_000
     with pools(ground, workers) as services:
-
-        def feed() -> None:
-            nonlocal number
-            while ground.rows("SELECT COUNT(*) FROM runs WHERE state = 'running'")[0][0] < 4:
-                key = f"run-{number:05d}"
-                number += 1
-                keys[key] = size
-                run_id = _submit(ground, key, size)
-                seen[:] = [process for process in seen if process.poll() is None]
-                while len(seen) < watchers:
-                    seen.append(ground.start("watch", "watch", run_id, "--output", "jsonl"))
-
-        def finished() -> int:
-            return int(ground.rows("SELECT COALESCE(MAX(effect_no), 0) FROM effects")[0][0])
-
-        feed()
-        wait_for("the first hundred effects", 60, lambda: finished() > 100)
-        start, at = time.monotonic(), finished()
+        say("a pool is there")
+        feeder = _Feeder(ground, watchers)
+        feeder.thread.start()
+        wait_for("the first hundred effects", 120, lambda: _finished(ground) > 100)
+        say("the load has begun")
+        start, at = time.monotonic(), _finished(ground)
         for minute in range(1, minutes + 1):
-            while time.monotonic() < start + minute * 60:
-                feed()
+            while (left := start + minute * 60 - time.monotonic()) > 0:
                 log = max(log, ground.wal_bytes())
-                time.sleep(0.1)
-            now = finished()
+                time.sleep(min(0.1, left))
+            now = _finished(ground)
             done.append(now - at)
             at = now
-            say(f"minute {minute}: {done[-1]} tasks, {len(seen)} watchers, log {log / 2**20:.1f} MiB at most")
+            say(f"minute {minute}: {done[-1]} tasks, log {log / 2**20:.1f} MiB at most")
+        feeder.end()
         wait_for("the end of all runs", 600, lambda: _all_ended(ground))
-        for process in seen:
-            process.wait(60)
+        feeder.wait_for_watchers(60)
         services.stop(60)
+    outcome.problems += feeder.errors
+    outcome.figures["runs"] = len(feeder.keys)
+    outcome.figures["watchers that were started"] = feeder.started
     for minute, count in enumerate(done, 1):
         outcome.figures[f"tasks in minute {minute}"] = count
     ratio = done[-1] / done[0] if done[0] else 0.0
@@ -211,5 +258,5 @@ def steady(ground: Ground, say: Any, *, minutes: int, workers: int, watchers: in
         outcome.problems.append(f"the last minute did {ratio:.0%} of the first; {KEEPS:.0%} is the least")
     if log > LOG_LIMIT:
         outcome.problems.append(f"the log grew to {log / 2**20:.1f} MiB; {LOG_LIMIT / 2**20:.0f} is the most")
-    _proof(ground, outcome, keys)
+    _proof(ground, outcome, feeder.keys)
     return outcome

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import apsw
+import pytest
 from support.scale import time_factor
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -93,6 +94,7 @@ DAMAGES: list[tuple[Callable[[Path], None], str]] = [
 ]
 
 
+@pytest.mark.timeout(900)
 def test_a_short_torture_and_its_verdict(tmp_path: Path) -> None:
     """One torture run for all of it: it takes its time. Then its folder is damaged in each way, one after the other."""
     words = ("--minutes", "0.2", "--seed", "7", "--workers", "4", "--kill-every", "0.5", "--lease", "1")
