@@ -214,6 +214,7 @@ _VERBS: dict[str, tuple[str, str, str]] = {
     "db": ("care", "db", "Look after the database: stats, verify, backup, restore, migrate."),
     "gc": ("care", "gc", "Remove old runs, and give the space back."),
     "runs": ("show", "runs", "List runs."),
+    "bench": ("bench", "bench", "Measure what this disk and this machine give."),
     "memory": ("memory", "memory", "Long-term memory: get, put, search, reindex."),
     "workers": ("workers", "workers", "Start, list, drain and stop workers."),
     "coordinator": ("workers", "coordinator", "Start a coordinator alone."),
