@@ -157,7 +157,13 @@ class _Planner:
             return None, None
         if task.state == "succeeded":
             return task.definition_fingerprint, task.output_contract_fingerprint
-        return self.source_index.fingerprints(self.source_index.place[task_id])
+        position = self.source_index.place[task_id]
+        return self.prints[position] if self.same else self.source_index.fingerprints(position)
+
+    @cached_property
+    def prints(self) -> list[tuple[str, str]]:
+        """(definition, output contract) of every task of the target."""
+        return [self.index.fingerprints(position) for position in range(len(self.index.tasks))]
 
     # -- the plan --------------------------------------------------------------------------------------------------
 
@@ -225,7 +231,7 @@ class _Planner:
         plan.changed = [
             task.id
             for task in self.index.tasks
-            if task.id in old and self.source_prints(task.id)[0] != self.index.fingerprints(task.position)[0]
+            if task.id in old and self.source_prints(task.id)[0] != self.prints[task.position][0]
         ]
 
     def whole_workflow(self, plan: RecoveryPlan) -> Block | None:
@@ -259,7 +265,7 @@ class _Planner:
         found = [
             task.id
             for task in self.index.tasks
-            if task.id not in old or self.source_prints(task.id)[0] != self.index.fingerprints(task.position)[0]
+            if task.id not in old or self.source_prints(task.id)[0] != self.prints[task.position][0]
         ]
         below: set[int] = set()
         first = []
@@ -375,7 +381,7 @@ class _Planner:
         definition, contract = self.source_prints(name)
         if old.metadata_version != TASK_METADATA_VERSION or definition is None or contract is None:
             raise _Fault("legacy_task_metadata", f"the record of {name} is too old to prove anything of it")
-        wanted = self.index.fingerprints(task.position)
+        wanted = self.prints[task.position]
         if contract != wanted[1]:
             raise _Fault("output_contract_mismatch", f"the output contract of {name} has changed")
         if self.source_needs[name] != task.needs:
@@ -533,7 +539,7 @@ class _Planner:
             "sourceEffects": [_as_provenance(effect) for effect in self.history(old)],
             "recoveredEffectId": None,
         }
-        definition, contract = self.index.fingerprints(task.position)
+        definition, contract = self.prints[task.position]
         return ReusedTask(task.position, old, canonical(decision), definition, contract, memory)
 
     def reason_to_reuse(self, old: SourceTask) -> str:
@@ -544,7 +550,7 @@ class _Planner:
 
     def block(self, name: str, rule: str, message: str, roots: tuple[str, ...] = (), full_fork: bool = False) -> Block:
         position = self.index.place.get(name)
-        target = None if position is None else self.index.fingerprints(position)[0]
+        target = None if position is None else self.prints[position][0]
         return Block(name, rule, message, self.source_prints(name)[0], target, roots, full_fork)
 
     def block_reuse(self, task: CompiledTask, fault: _Fault) -> None:
@@ -572,7 +578,7 @@ class _Planner:
             reason,
             None if old is None else old.state,
             self.source_prints(task.id)[0],
-            self.index.fingerprints(task.position)[0],
+            self.prints[task.position][0],
         )
 
     def reason_to_execute(self, task: CompiledTask, plan: RecoveryPlan) -> str:
