@@ -6,6 +6,7 @@ for each task why.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from contextlib import closing
 from dataclasses import dataclass, fields
@@ -324,6 +325,8 @@ def fork(
         run_id = views_of(store).find_run(source)
         parent = store.get_run(run_id)
         base = _workspace(workspace, parent.base_path, run_id)
+        if json.loads(store.run_settings(run_id)[0]).get("keepsArtifacts"):
+            store.artifacts.blobs.require_writable()
         with signals_held():
             made = fork_run(
                 store,

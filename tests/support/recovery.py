@@ -110,6 +110,16 @@ class Place(Field):
             connection.execute("UPDATE runs SET checkpoint_checksum = ? WHERE run_id = ?", (previous, run_id))
 
 
+def gate(place: Place, id: str, file: str, **fields: Any) -> dict[str, Any]:
+    """A task that tells the ledger, and fails until there is a file of that name."""
+    script = 'printf "%s %s 0\\n" "$AGENTCTL_EFFECT_ID" "$2" >> "$1"; test -e "$3"'
+    task = {"id": id, "uses": "action:gate", "with": {"args": ["-c", script, "sh", str(place.ledger), id, file]}}
+    return {**task, **fields}
+
+
+GATE = {"gate": {"kind": "builtin.shell.exec", "command": "sh"}, "say": {"kind": "builtin.assign"}}
+"""The actions that `gate` and its companions use."""
+
 RICH_TASKS: list[Mapping[str, Any]] = [
     {"id": "remember", "uses": "action:remember", "with": {"key": "k", "value": "v"}},
     {"id": "put", "uses": "action:put", "with": {"path": "out/a.txt", "content": "hello"}},
