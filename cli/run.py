@@ -688,7 +688,10 @@ def _next_step(run_id: str, status: dict[str, Any]) -> str | None:
     if state == "paused" and status["pendingApprovals"]:
         return f"`agentctl approvals list {run_id}`, then `agentctl approvals approve|reject ID`"
     if state == "failed":
-        return f"`agentctl inspect {run_id}` shows the tasks, `agentctl logs {run_id}` what commands have printed"
+        shown = f"`agentctl inspect {run_id}` shows the tasks, `agentctl logs {run_id}` what commands have printed"
+        if status["mode"] in ("check", "compensation", "replay"):
+            return shown
+        return f"{shown}, `agentctl retry FILE {run_id} --failed --plan` what a retry would do"
     if state == "paused":
         return f"`agentctl resume {run_id}` goes on, `agentctl status {run_id}` shows what it waits for"
     return None

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from typing import Any
 
+from support.children import wait_until
 from support.recovery import GATE, Place, gate
 
 
@@ -109,7 +110,7 @@ def test_a_search_that_is_repaired_sees_what_was_written_later(place: Place) -> 
         memory={"longTerm": {"namespace": "n"}},
     )
     source = place.go(file, code=4)
-    assert place.json("memory", "put", "n", "k", "--content", "boats on a lake").code == 0
+    assert place.json("memory", "put", "k", "boats on a lake", "--namespace", "n").code == 0
     place.text("ok", "")
     # Reused, it says what it said; executed again, it says what there is now.
     kept = place.derive("retry", file, source, "--failed")
@@ -194,6 +195,32 @@ def test_inside_of_nested_calls(place: Place) -> None:
     assert asked["state"] == "succeeded"
     assert place.labels()[6:] == ["bad", "after", "last"]
     place.assert_sound()
+
+
+def test_a_run_that_was_cancelled_inside_of_a_call(place: Place) -> None:
+    """What the cancel left open has to be reconciled; then the retry takes up whatever was not done."""
+    file = nested(place)
+    slow = place.edit(
+        file, "slow.yaml", (("spec", "subworkflows", "inner", "tasks", 3, "with", "args", 1), "test -e ok || sleep 60")
+    )
+    process = place.start("run", slow, "--output", "json")
+    running = "SELECT 1 FROM effects WHERE status = 'started' AND task_id = 'out--in--bad'"
+    wait_until(lambda: bool(place.rows(running)), "the inner command runs")
+    source = place.scalar("SELECT run_id FROM runs")
+    assert place.json("cancel", source).code == 0
+    assert process.wait().code == 130
+    place.text("ok", "")
+    plan = place.plan("retry", slow, source, "--failed", compatible=False)
+    assert [(item["taskId"], item["rule"]) for item in plan["blockedReuse"]] == [
+        ("out--in--bad", "unreconciled_effect")
+    ]
+    assert plan["freshEffectSummary"]["uncertainSourceEffects"] == 1
+    [effect] = place.rows("SELECT effect_id FROM effects WHERE status = 'uncertain'")
+    options = ("--status", "not-applied", "--reason", "it only slept", "--approved")
+    assert place.json("effects", "reconcile", effect[0], *options).code == 0
+    outcome = place.derive("retry", slow, source, "--failed")
+    assert outcome["state"] == "succeeded"
+    assert place.labels() == ["before", "ada", "after", "last"]
 
 
 def test_a_changed_inner_workflow_is_found_at_its_tasks(place: Place) -> None:
