@@ -586,7 +586,7 @@ class _Planner:
         if task.id in plan.roots and not plan.failed_only:
             return "was asked for"
         if task.id in plan.roots and old is not None:
-            return f"is {old.state} in the source"
+            return f"{_HOW.get(old.state, old.state)} in the source"
         new = " (new)" if old is None else ""
         for name in task.needs:
             if name in self.closure:
@@ -643,6 +643,7 @@ class _Planner:
             yield f"inputs are those of the source; other defaults in the file have no effect: {', '.join(changed)}"
 
 
+_HOW = {"failed": "failed", "cancelled": "was cancelled", "skipped": "was skipped", "succeeded": "succeeded"}
 _LONG_TERM_READS = frozenset({"builtin.long_term_memory.read", "builtin.long_term_memory.search"})
 
 

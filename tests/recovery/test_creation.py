@@ -64,6 +64,29 @@ def test_killed_at_creation(place: Place, verb: str, point: str) -> None:
     assert place.labels()[2:] == (["a", "bad"] if verb == "fork" else ["bad"])
 
 
+@pytest.mark.parametrize("point", ["before_commit:1", "after_commit:1", "after_commit:2", "before_run_end"])
+def test_a_driver_that_is_killed_in_a_derived_run(place: Place, point: str) -> None:
+    """What is reused is there for whoever goes on with it, and nothing is executed twice."""
+    file = place.workflow(
+        "long",
+        [
+            place.tick_task("a", idempotent=False),
+            gate(place, "bad", "ok", needs=["a"]),
+            place.tick_fan("each", 5, idempotent=False, needs=["bad"]),
+        ],
+        actions=GATE,
+    )
+    source = place.go(file, code=4)
+    place.text("ok", "")
+    killed = place.json("retry", file, source, "--failed", env={"AGENTCTL_FAULT": point})
+    assert killed.code == -9
+    made = place.scalar("SELECT run_id FROM runs WHERE run_id <> ?", source)
+    ended = place.json("resume", made)
+    assert (ended.code, ended.data["state"]) == (0, "succeeded")
+    assert sorted(place.labels()) == sorted(["a", "bad", "bad", *(f"each-{number}" for number in range(5))])
+    place.assert_sound()
+
+
 def test_a_source_that_changes_after_the_plan(tmp_path: Path) -> None:
     """A reconciliation, or the removal of the source, between the plan and the creation: nothing is created."""
     clock = ManualClock()
