@@ -26,6 +26,7 @@ from .run import (
     foreground,
     open_store,
     outcome_for_people,
+    require_recordable,
     signals_held,
     timeout_option,
     views_of,
@@ -216,6 +217,7 @@ def _workspace(given: str | None, recorded: str, source: str) -> Path:
                 f"the workspace of {source} is gone: {recorded}", remedy="give another one with --workspace DIR"
             )
         raise UsageError(f"--workspace {given}: no such folder", remedy="give a folder that exists")
+    require_recordable(place)
     return place
 
 

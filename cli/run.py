@@ -129,6 +129,13 @@ def _prepare(
             raise UsageError(f"--workspace {workspace}: no such folder", remedy="give a folder that exists")
     document, plan = compile_file(file, given, sources, workspace=root)
     base = document.base_dir if root is None else root
+    require_recordable(base)
+    warn_findings(settings, document.warnings)
+    return document, plan, merge_inputs(document.model.spec.inputs, given), base
+
+
+def require_recordable(base: Path) -> None:
+    """Raise `UsageError` for a base of paths whose name cannot be kept."""
     try:
         str(base).encode("utf-8")
     except UnicodeEncodeError as error:
@@ -136,8 +143,6 @@ def _prepare(
             f"the folder {base} has a name that is not UTF-8, which cannot be recorded",
             remedy="rename it, or give another one with --workspace",
         ) from error
-    warn_findings(settings, document.warnings)
-    return document, plan, merge_inputs(document.model.spec.inputs, given), base
 
 
 def _submit(

@@ -20,7 +20,7 @@ from typing import Any
 from agentctl.store.canonical import canonical, loads, text_digest
 from agentctl.store.derived_runs import ReusedTask, SourceEffect, SourceRun, SourceTask
 from agentctl.store.engine import RunSnapshot
-from agentctl.store.errors import AlreadyTerminal, NotTerminal, TaskFault
+from agentctl.store.errors import AlreadyTerminal, CorruptStore, NotTerminal, TaskFault
 from agentctl.store.policy import Policy
 from agentctl.store.records import TASK_METADATA_VERSION, TaskRow
 from agentctl.store.states import REPEATABLE_IDEMPOTENCY
@@ -134,6 +134,12 @@ class _Planner:
         self.index = PlanIndex(target)
         # The same plan needs no second index: a retry, mostly.
         self.same = target.plan_digest == source.run.plan_digest
+        if list(source.tasks) != [task.id for task in self.source_index.tasks]:
+            raise CorruptStore(
+                f"{source.run.run_id} is damaged: its tasks are not those of its plan; nothing is taken from it",
+                remedy="`agentctl db verify` shows everything that does not fit",
+                run_id=source.run.run_id,
+            )
         self.skips = settled_skips(source, self.source_needs)
         self.blobs: dict[tuple[str, int], str] = {}
         self.blocked: dict[str, Block] = {}
@@ -430,9 +436,11 @@ class _Planner:
     def check_artifacts(self, old: SourceTask) -> None:
         kept = self.source.references.get(old.task_id, [])
         digest = None if old.manifest_json is None else text_digest(old.manifest_json)
-        items = [] if old.manifest_json is None else loads(old.manifest_json)
-        listed = sorted((item["path"], item["digest"], item["sizeBytes"]) for item in items)
-        if digest != old.told_manifest or listed != sorted(kept):
+        sound = digest == old.told_manifest
+        if sound:
+            items = [] if old.manifest_json is None else loads(old.manifest_json)
+            sound = sorted((item["path"], item["digest"], item["sizeBytes"]) for item in items) == sorted(kept)
+        if not sound:
             raise _Fault("artifact_integrity", f"the artifacts of {old.task_id} are not those that were recorded")
         for path, blob, size in kept:
             state = self.blobs.get((blob, size))

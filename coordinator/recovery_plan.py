@@ -15,6 +15,8 @@ API_VERSIONS = {"retry": "agentctl.dev/retry-plan/v1", "repair": "agentctl.dev/r
 WORKFLOW = "$workflow"
 """What a block belongs to that concerns no single task."""
 
+_SUMMARY = ("providerTasks", "actionTasks", "declaredEffects", "uncertainSourceEffects")
+
 MAX_FINDINGS = 20
 """Blocks that an error lists; the plan has all of them."""
 
@@ -88,7 +90,7 @@ class RecoveryPlan:
     blocks: list[Block] = field(default_factory=list)
     verdicts: list[Verdict] = field(default_factory=list)
     warnings: list[str] = field(default_factory=list)
-    effects: dict[str, int] = field(default_factory=dict)
+    effects: dict[str, int] = field(default_factory=lambda: dict.fromkeys(_SUMMARY, 0))
     approvals: list[str] = field(default_factory=list)
 
     @property
@@ -131,7 +133,7 @@ class RecoveryPlan:
             "blockedReuse": [block.as_json() for block in self.blocks],
             "freshEffectSummary": self.effects,
             "approvalSummary": self.approvals,
-            "estimatedProviderTasks": self.effects.get("providerTasks", 0),
+            "estimatedProviderTasks": self.effects["providerTasks"],
             "warnings": self.warnings,
             "tasks": [verdict.as_json() for verdict in self.verdicts],
         }

@@ -289,7 +289,7 @@ def create(
     audit.append(tx, new.run_id, events, actor=new.actor, now=now)
     state = runs.first_state(new, digests)
     state["tasks"] = [
-        [task.position, task.source.state, 0, task.source.output_digest, _code(task.source.error_json)]
+        [task.position, task.source.state, 0, task.source.output_digest, _code(source.run_id, task.source)]
         for task in reused
     ]
     if memory:
@@ -353,5 +353,11 @@ def _told(task: ReusedTask, source_run_id: str) -> str:
     )
 
 
-def _code(error_json: str | None) -> object:
-    return None if error_json is None else json.loads(error_json).get("code")
+def _code(run_id: str, task: SourceTask) -> object:
+    """The code of the error of a task that was skipped. Raises `CorruptStore`."""
+    if task.error_json is None:
+        return None
+    try:
+        return json.loads(task.error_json)["code"]
+    except (ValueError, TypeError, KeyError):
+        raise _damaged(run_id, f"the error of task {task.task_id} is none") from None

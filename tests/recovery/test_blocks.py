@@ -314,6 +314,20 @@ def test_a_forged_state_delta(copy: tuple[Place, str], columns: dict[str, Any], 
     assert blocks(plan)["reads"] == "resolved_input_unavailable"
 
 
+def test_a_skip_whose_record_is_damaged(copy: tuple[Place, str]) -> None:
+    place, run_id = copy
+    place.forge_task(run_id, "later", error_json="no JSON")
+    result = place.refused("retry", "rich.yaml", run_id, "--failed")
+    assert (result.code, result.error["code"]) == (5, "corrupt")
+
+
+def test_a_manifest_that_is_none(copy: tuple[Place, str]) -> None:
+    place, run_id = copy
+    place.forge_task(run_id, "put", artifact_manifest_json="no JSON")
+    plan = place.plan("retry", "rich.yaml", run_id, "--failed", compatible=False)
+    assert blocks(plan) == {"put": "artifact_integrity"}
+
+
 def test_a_forged_input_digest(copy: tuple[Place, str]) -> None:
     place, run_id = copy
     place.forge_task(run_id, "reads", input_digest="x")
@@ -332,6 +346,7 @@ def test_a_forged_input_digest(copy: tuple[Place, str]) -> None:
         "UPDATE checkpoints SET checksum = 'x' WHERE sequence = 2",
         "UPDATE memory_values SET value_json = '\"w\"' WHERE key = 'k'",
         "UPDATE tasks SET state = 'succeeded' WHERE task_id = 'bad'",
+        "UPDATE tasks SET task_id = 'onze' WHERE task_id = 'once'",
         "UPDATE tasks SET attempt = 7 WHERE task_id = 'once'",
         "UPDATE runs SET state = 'succeeded'",
     ],
