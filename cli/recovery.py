@@ -272,7 +272,9 @@ def _blocks_for_people(out: Printer, plan: RecoveryPlan) -> None:
             out.line(f"    {clean(hint)}")
     roots = plan.suggested_roots()
     if roots and roots != plan.roots and not any(block.full_fork for block in plan.blocks):
-        out.line("roots that take all of this in: " + " ".join(f"--from {clean(name)}" for name in roots[:20]))
+        done = any(name in plan.source.tasks and plan.source.tasks[name].state == "succeeded" for name in roots)
+        words = [f"--from {clean(name)}" for name in roots[:20]] + (["--restart-successful"] if done else [])
+        out.line("what takes all of this in: " + " ".join(words))
 
 
 def print_outcome(printer: Printer, store: Store, run_id: str) -> int:

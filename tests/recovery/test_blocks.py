@@ -196,6 +196,11 @@ def test_a_skip_that_would_not_be_one(copy: tuple[Place, str]) -> None:
         "reads": "resolved_input_digest_mismatch",
     }
     assert roots(plan, "later") == ["maybe"]
+    shown = place("repair", file, run_id, "--from", "bad", "--plan")
+    assert shown.code == 3
+    words = "--from reads --from maybe --from bad --restart-successful"
+    assert f"what takes all of this in: {words}" in shown.out
+    place.plan("repair", file, run_id, *words.split())
 
 
 def test_an_effect_that_was_compensated(copy: tuple[Place, str]) -> None:
