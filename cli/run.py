@@ -95,12 +95,12 @@ def _submission_options(function: Callable[..., Any]) -> Callable[..., Any]:
     return function
 
 
-_workers_option = click.option(
+workers_option = click.option(
     "--workers", type=click.IntRange(1, 1024), metavar="N", help="Size of the run's own pool, if none is live."
 )
 
 
-_timeout_option = click.option(
+timeout_option = click.option(
     "--timeout-seconds",
     "timeout",
     type=Seconds(min=0, min_open=True),
@@ -129,6 +129,13 @@ def _prepare(
             raise UsageError(f"--workspace {workspace}: no such folder", remedy="give a folder that exists")
     document, plan = compile_file(file, given, sources, workspace=root)
     base = document.base_dir if root is None else root
+    require_recordable(base)
+    warn_findings(settings, document.warnings)
+    return document, plan, merge_inputs(document.model.spec.inputs, given), base
+
+
+def require_recordable(base: Path) -> None:
+    """Raise `UsageError` for a base of paths whose name cannot be kept."""
     try:
         str(base).encode("utf-8")
     except UnicodeEncodeError as error:
@@ -136,8 +143,6 @@ def _prepare(
             f"the folder {base} has a name that is not UTF-8, which cannot be recorded",
             remedy="rename it, or give another one with --workspace",
         ) from error
-    warn_findings(settings, document.warnings)
-    return document, plan, merge_inputs(document.model.spec.inputs, given), base
 
 
 def _submit(
@@ -182,8 +187,8 @@ def _submit(
 
 @click.command(cls=Verb)
 @_submission_options
-@_workers_option
-@_timeout_option
+@workers_option
+@timeout_option
 @click.option("--check", is_flag=True, help="Change nothing: read, compute, and foresee what would be done.")
 @click.option("--diff", is_flag=True, help="Record a diff of each write; with --check also show it.")
 @click.option("--interactive", is_flag=True, help="A person is here: `nonInteractive` of the policy does not apply.")
@@ -215,7 +220,7 @@ def run(
     from . import pool  # noqa: F401  # its import takes a while, and nothing may interrupt what follows for long
 
     prepared = _prepare(settings, file, sources, workspace, idempotency_key)
-    with _signals_held():
+    with signals_held():
         submission, store = _submit(
             settings,
             prepared,
@@ -228,14 +233,14 @@ def run(
     with closing(store):
         plan = prepared[1] if submission.created else None
         word = "started" if submission.created else "is the run of this key"
-        context.exit(_foreground(settings, store, submission.run_id, word, workers=workers, plan=plan, timeout=timeout))
+        context.exit(foreground(settings, store, submission.run_id, word, workers=workers, plan=plan, timeout=timeout))
 
 
 @contextmanager
-def _signals_held() -> Iterator[None]:
+def signals_held() -> Iterator[None]:
     """From here on SIGINT and SIGTERM wait: a run that exists must not be left to nobody.
 
-    They go on waiting after the block, until `_foreground` can obey them; they are let in again when it raises.
+    They go on waiting after the block, until `foreground` can obey them; they are let in again when it raises.
     """
     import signal
 
@@ -319,8 +324,8 @@ def _warn_undriven(settings: Settings, store: Store, remedy: str = "`agentctl wo
 
 @click.command(cls=Verb)
 @click.argument("run_name", metavar="RUN")
-@_workers_option
-@_timeout_option
+@workers_option
+@timeout_option
 @pass_settings
 @click.pass_context
 def resume(
@@ -344,7 +349,7 @@ def resume(
         if json.loads(store.run_settings(run_id)[0]).get("keepsArtifacts"):
             store.artifacts.blobs.require_writable()
         store.withdraw_pause(run_id, actor=ACTOR)
-        context.exit(_foreground(settings, store, run_id, "resumed", resume=True, workers=workers, timeout=timeout))
+        context.exit(foreground(settings, store, run_id, "resumed", resume=True, workers=workers, timeout=timeout))
 
 
 # -- follow ------------------------------------------------------------------------------------------------------
@@ -420,7 +425,7 @@ class _Follower:
             self.lose(error)
 
 
-def _foreground(
+def foreground(
     settings: Settings,
     store: Store,
     run_id: str,
@@ -430,7 +435,12 @@ def _foreground(
     workers: int | None,
     plan: Plan | None = None,
     timeout: float | None = None,
+    outcome: Callable[[Printer, Store, str], int] | None = None,
 ) -> int:
+    """Drive a run here until it is over or paused, with progress; the exit code.
+
+    `word` says what has just become of it; `outcome` prints how it has ended, instead of a RunOutcome.
+    """
     import signal
 
     from .pool import cancel_run, run_in_foreground
@@ -467,7 +477,7 @@ def _foreground(
         if follower is not None:
             follower.close()
     try:
-        return _print_outcome(printer, store, run_id)
+        return (outcome or _print_outcome)(printer, store, run_id)
     except OSError as error:
         give_up_stdout(settings, error)
         return EXIT_BY_STATE[views_of(store).state(run_id)]
@@ -611,11 +621,12 @@ def _print_outcome(printer: Printer, store: Store, run_id: str) -> int:
 
         print_foreseen(printer, store, run_id, outcome)
         return EXIT_BY_STATE[str(outcome["state"])]
-    printer.result("RunOutcome", outcome, lambda out: _outcome_for_people(out, views, outcome))
+    printer.result("RunOutcome", outcome, lambda out: outcome_for_people(out, views, outcome))
     return EXIT_BY_STATE[str(outcome["state"])]
 
 
-def _outcome_for_people(out: Printer, views: Views, outcome: dict[str, Any]) -> None:
+def outcome_for_people(out: Printer, views: Views, outcome: dict[str, Any]) -> None:
+    """How a run has ended or stands: state, failures, what a person has to do, its output, and the next step."""
     run_id, state = outcome["runId"], outcome["state"]
     status = views.status(run_id)
     until = views.now() if state == "running" else status["updatedAt"]
@@ -682,7 +693,10 @@ def _next_step(run_id: str, status: dict[str, Any]) -> str | None:
     if state == "paused" and status["pendingApprovals"]:
         return f"`agentctl approvals list {run_id}`, then `agentctl approvals approve|reject ID`"
     if state == "failed":
-        return f"`agentctl inspect {run_id}` shows the tasks, `agentctl logs {run_id}` what commands have printed"
+        shown = f"`agentctl inspect {run_id}` shows the tasks, `agentctl logs {run_id}` what commands have printed"
+        if status["mode"] in ("check", "compensation", "replay"):
+            return shown
+        return f"{shown}, `agentctl retry FILE {run_id} --failed --plan` what a retry would do"
     if state == "paused":
         return f"`agentctl resume {run_id}` goes on, `agentctl status {run_id}` shows what it waits for"
     return None

@@ -39,6 +39,8 @@ def _status_for_people(out: Printer, data: dict[str, Any], now: int) -> None:
     over = data["state"] not in ("running", "paused")
     spent = duration((data["updatedAt"] if over else now) - data["createdAt"])
     out.line(f"workflow  {clean(data['workflow'])}, mode {data['mode']}, priority {data['priority']}")
+    for line in _origin(data):
+        out.line(f"origin    {line}")
     out.line(f"created   {when(data['createdAt'])}, {'took' if over else 'since'} {spent}")
     if data["deadlineAt"] is not None:
         out.line(f"deadline  {when(data['deadlineAt'])}")
@@ -92,6 +94,20 @@ def _status_for_people(out: Printer, data: dict[str, Any], now: int) -> None:
                 f"{effect['operation']}, started {when(effect['startedAt'])}"
             )
         _more(out, data["uncertainEffectCount"] - min(len(data["uncertainEffects"]), SHOWN_WAITING))
+
+
+def _origin(data: dict[str, Any]) -> list[str]:
+    """Where a run comes from, and why it was made; nothing for one that was made from a file alone."""
+    other = data["sourceRunId"] or data["parentRunId"]
+    if other is None:
+        return []
+    lineage = data["lineage"] or {}
+    roots = lineage.get("roots") or []
+    shown = ", ".join(clean(name) for name in roots[:5]) + (f" and {len(roots) - 5} more" if len(roots) > 5 else "")
+    lines = [f"{data['mode']} of {other}" + (f", from {shown}" if roots else "")]
+    if lineage.get("reason"):
+        lines.append(f"because {clean(lineage['reason'])}")
+    return lines
 
 
 def _of_the_dead(task: dict[str, Any]) -> str:
@@ -150,8 +166,10 @@ def inspect(settings: Settings, run_name: str) -> None:
                 spent = duration(task["endedAt"] - task["startedAt"])
             error = task["error"] if isinstance(task["error"], dict) else {}
             note = f"{error.get('code')}: {error.get('message')}" if error else ""
+            if task["disposition"] != "executed":
+                note = f"{task['disposition']} from {task['sourceRunId']}"
             rows.append((task["taskId"], task["state"], task["attempt"], task["deliveries"], spent, note[:120]))
-        out.table(("TASK", "STATE", "ATTEMPT", "DELIVERIES", "TOOK", "ERROR"), rows, states=1)
+        out.table(("TASK", "STATE", "ATTEMPT", "DELIVERIES", "TOOK", "NOTE"), rows, states=1)
         if count > len(tasks):
             out.line(f"and {count - len(tasks)} more tasks; --output json shows all")
         if settings.verbose:
@@ -237,15 +255,20 @@ def runs_list(settings: Settings, limit: int, state: str | None, cursor: str | N
         data = views_of(store).list_runs(limit=limit, state=state, cursor=cursor)
 
         def human(out: Printer) -> None:
-            rows = []
+            rows: list[tuple[object, ...]] = []
             for run in data["runs"]:
                 counts = run["taskCounts"]
                 tasks = f"{ended(counts)}/{sum(counts.values())}"
                 if counts.get("failed"):
                     tasks += f", {counts['failed']} failed"
-                reason = run["reason"]
-                rows.append((run["runId"], run["state"], run["workflow"], tasks, when(run["createdAt"]), reason))
-            out.table(("RUN", "STATE", "WORKFLOW", "TASKS", "CREATED", "REASON"), rows, states=1)
+                origin = run["sourceRunId"] or run["parentRunId"]
+                made = "" if origin is None else f"{run['mode']} of {origin}"
+                created = when(run["createdAt"])
+                rows.append((run["runId"], run["state"], run["workflow"], tasks, created, run["reason"], made))
+            heads: tuple[str, ...] = ("RUN", "STATE", "WORKFLOW", "TASKS", "CREATED", "REASON", "ORIGIN")
+            if not any(row[-1] for row in rows):
+                heads, rows = heads[:-1], [row[:-1] for row in rows]
+            out.table(heads, rows, states=1)
             if data["next"] is not None:
                 out.line(f"more: agentctl runs list --next {data['next']}")
 

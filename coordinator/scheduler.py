@@ -14,6 +14,7 @@ from __future__ import annotations
 import heapq
 from bisect import bisect_left
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 from agentctl.store.canonical import canonical, loads, text_digest
@@ -58,6 +59,18 @@ class _Outputs(Mapping[str, Any]):
 
     def __len__(self) -> int:
         return len(self._scheduler.index.place)
+
+
+@dataclass(frozen=True, slots=True)
+class Foreseen:
+    """What would come of a task: why it would be `skipped` (`dependency`, `route` or `condition`), or what it gets.
+
+    `input_digest` is what it depends on; an aggregate has none, and `output_digest` of what it gathers instead.
+    """
+
+    skipped: str | None
+    input_digest: str | None = None
+    output_digest: str | None = None
 
 
 class Scheduler:
@@ -487,6 +500,45 @@ class Scheduler:
                     return canonical(not_selected(router, output))
         return None
 
+    def foresee(self, position: int) -> Foreseen:
+        """What would come of a task if it began now, as a planner of retry and repair asks. It changes nothing.
+
+        Raises `TaskFault` when it would fail before it begins: its guard, variables or input cannot be rendered.
+        """
+        task = self.index.tasks[position]
+        if self._dependency_failed(position):
+            return Foreseen("dependency")
+        if self._passed_over(position) is not None:
+            return Foreseen("route")
+        snapshot, scope, own = self._seen_by(position)
+        condition = self.index.condition(position)
+        if condition is not None and not condition(scope):
+            return Foreseen("condition")
+        if task.uses_kind in _AGGREGATES:
+            decision = self._last_decision(position, scope, snapshot)
+            if decision is not None and loads(decision)["result"]:
+                raise _not_converged(task)
+            return Foreseen(None, output_digest=text_digest(self._aggregate(position)))
+        text = canonical(self.index.input(position)(scope))
+        return Foreseen(None, input_digest=self._input_digest(position, text, own, snapshot))
+
+    def leave_open(self, position: int) -> None:
+        """Take a task that had ended for one that has not: nothing can be foreseen from it any more."""
+        self.state[position] = "pending"
+        self.digest[position] = None
+        self._text.pop(position, None)
+        self._value.pop(position, None)
+
+    def _seen_by(self, position: int) -> tuple[dict[str, str], Scope, dict[str, Any]]:
+        """What a task reads: its snapshot of memory, the scope of its templates, and its own variables rendered."""
+        snapshot = self._snapshot(position)
+        memory_values = {key: loads(text) for key, text in snapshot.items()} if snapshot else _EMPTY
+        scope = Scope(inputs=self.inputs, vars=_EMPTY, memory=memory_values, tasks=self._outputs)
+        renderer = self.index.variables(position)
+        own = renderer(scope) if renderer is not None else _EMPTY
+        scope.vars = {**self.index.plan.vars, **own} if own else self.index.plan.vars
+        return snapshot, scope, own
+
     def _begin(self, position: int, batch: Batch) -> None:
         """Decide the guard, render the input, then finish the task (no effect) or enqueue an attempt.
 
@@ -500,12 +552,7 @@ class Scheduler:
             if self._check is not None and (blocked := self._check.blocked_guard(position)):
                 self._leave_out(position, batch, origin, blocked=blocked)
                 return
-            snapshot = self._snapshot(position)
-            memory_values = {key: loads(text) for key, text in snapshot.items()} if snapshot else _EMPTY
-            scope = Scope(inputs=self.inputs, vars=_EMPTY, memory=memory_values, tasks=self._outputs)
-            renderer = self.index.variables(position)
-            own = renderer(scope) if renderer is not None else _EMPTY
-            scope.vars = {**self.index.plan.vars, **own} if own else self.index.plan.vars
+            snapshot, scope, own = self._seen_by(position)
             condition = self.index.condition(position)
             if condition is not None and origin == "pending":
                 result = condition(scope)
@@ -538,7 +585,7 @@ class Scheduler:
                 if not self.index.effect_free(position):
                     self._enqueue(position, rendered, rendered_text, decision, digest, snapshot, batch)
                     return
-                text = self._evaluate(task, rendered, rendered_text, memory_values)
+                text = self._evaluate(task, rendered, rendered_text, scope.memory)
             self.attempt[position] += 1
             # A check run holds inputs to their contract, not outputs (contract 3, check mode).
             held = self._check is None or task.uses_kind == "subworkflow_input"

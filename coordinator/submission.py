@@ -3,21 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from agentctl.store.canonical import canonical, hex_digest
+from agentctl.store.canonical import canonical, hex_digest, loads
 from agentctl.store.clock import IdSource
 from agentctl.store.engine import Store
+from agentctl.store.errors import UsageError
 from agentctl.store.faults import Faults
-from agentctl.store.records import NewRun
+from agentctl.store.records import NewRun, Run
 
 from .plan import Plan, keeps_artifacts
 from .variables import recorded_workflow
 
 if TYPE_CHECKING:
     from .definition import LoadedDocument
+    from .recovery_plan import RecoveryPlan
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,6 +52,81 @@ def budget_limits(budget: Mapping[str, Any]) -> dict[str, int]:
     return {dimension: limits[name] for name, dimension in _LIMITS.items() if limits.get(name) is not None}
 
 
+@dataclass(frozen=True, slots=True)
+class Circumstances:
+    """How a run is to be made, whatever it is made from.
+
+    `interactive` says that a person is there, so that `policy.nonInteractive` does not apply. `show_diff` says whether
+    writes record a diff, instead of `spec.output.showDiff`.
+    """
+
+    base_path: Path
+    actor: str
+    priority: int = 0
+    interactive: bool = False
+    show_diff: bool | None = None
+
+
+def new_run(
+    document: LoadedDocument,
+    plan: Plan,
+    inputs: dict[str, Any],
+    how: Circumstances,
+    *,
+    ids: IdSource,
+    prefix: str = "run",
+    mode: str = "execute",
+    check: bool = False,
+) -> NewRun:
+    """The run of a plan, not yet created. `inputs` are the merged inputs."""
+    inputs_json = canonical(inputs)
+    settings = {
+        "actions": plan.actions,
+        "policy": plan.policy,
+        "showDiff": plan.show_diff if how.show_diff is None else how.show_diff,
+        "interactive": how.interactive,
+        "keepsArtifacts": keeps_artifacts(plan),
+    }
+    content = f"{plan.plan_digest}\n{inputs_json}\n{how.base_path}"
+    if check:
+        settings["check"] = True
+        content += "\ncheck"
+    long_term = document.workflow["spec"]["memory"]["longTerm"]
+    if long_term is not None:
+        settings["longTerm"] = long_term
+    return NewRun(
+        run_id=ids.new_id(prefix),
+        trace_id=ids.new_id("trace"),
+        mode="check" if check else mode,
+        submission_digest=hex_digest(content),
+        workflow_json=canonical(recorded_workflow(document.workflow, document)),
+        plan_json="".join(plan.canonical_chunks()),
+        inputs_json=inputs_json,
+        settings_json=canonical(settings),
+        base_path=str(how.base_path),
+        priority=how.priority,
+        actor=how.actor,
+        **_of_plan(plan),
+    )
+
+
+def _of_plan(plan: Plan) -> dict[str, Any]:
+    """The fields of a new run that its plan gives."""
+    return {
+        "workflow_name": plan.workflow_name,
+        "workflow_digest": plan.workflow_digest,
+        "plan_digest": plan.plan_digest,
+        "task_ids": plan.order,
+        "max_concurrency": plan.max_concurrency,
+        "max_deliveries": plan.max_deliveries,
+        "memory": {key: canonical(value) for key, value in plan.memory.items()},
+        "budget_limits": budget_limits(plan.budget),
+        "pricing_version": (plan.budget.get("pricing") or {}).get("version"),
+        "planned_expansion_items": int(plan.budget.get("plannedExpansionItems", 0)),
+        "planned_loop_iterations": int(plan.budget.get("plannedLoopIterations", 0)),
+    }
+
+
 def submit(
     store: Store,
     document: LoadedDocument,
@@ -68,51 +145,114 @@ def submit(
 ) -> Submission:
     """Create the run of a plan, in one durable transaction.
 
-    `inputs` are the merged inputs; `interactive` says that a person is there, so that `policy.nonInteractive` does
-    not apply. With `check` nothing outside is changed (contract 3, check mode). `show_diff` says whether writes record
-    a diff, instead of `spec.output.showDiff`. Raises `ConflictError` when the idempotency key belongs to other content.
+    `inputs` are the merged inputs; the rest is as in `Circumstances`. With `check` nothing outside is changed
+    (contract 3, check mode). Raises `ConflictError` when the idempotency key belongs to other content.
     """
-    inputs_json = canonical(inputs)
-    settings = {
-        "actions": plan.actions,
-        "policy": plan.policy,
-        "showDiff": plan.show_diff if show_diff is None else show_diff,
-        "interactive": interactive,
-        "keepsArtifacts": keeps_artifacts(plan),
-    }
-    content = f"{plan.plan_digest}\n{inputs_json}\n{base_path}"
-    if check:
-        settings["check"] = True
-        content += "\ncheck"
-    long_term = document.workflow["spec"]["memory"]["longTerm"]
-    if long_term is not None:
-        settings["longTerm"] = long_term
-    new = NewRun(
-        run_id=ids.new_id("run"),
-        trace_id=ids.new_id("trace"),
-        mode="check" if check else "execute",
-        workflow_name=plan.workflow_name,
-        workflow_digest=plan.workflow_digest,
-        plan_digest=plan.plan_digest,
-        submission_digest=hex_digest(content),
-        workflow_json=canonical(recorded_workflow(document.workflow, document)),
-        plan_json="".join(plan.canonical_chunks()),
-        inputs_json=inputs_json,
-        settings_json=canonical(settings),
-        base_path=str(base_path),
-        task_ids=plan.order,
-        max_concurrency=plan.max_concurrency,
-        max_deliveries=plan.max_deliveries,
-        memory={key: canonical(value) for key, value in plan.memory.items()},
-        budget_limits=budget_limits(plan.budget),
-        pricing_version=(plan.budget.get("pricing") or {}).get("version"),
-        planned_expansion_items=int(plan.budget.get("plannedExpansionItems", 0)),
-        planned_loop_iterations=int(plan.budget.get("plannedLoopIterations", 0)),
-        priority=priority,
-        idempotency_key=idempotency_key,
-        actor=actor,
-    )
+    how = Circumstances(base_path, actor, priority, interactive, show_diff)
+    new = replace(new_run(document, plan, inputs, how, ids=ids, check=check), idempotency_key=idempotency_key)
     run_id, created = store.create_run(new)
     (faults or Faults.from_environment()).reach("after_create_run")
     run = store.get_run(run_id)
     return Submission(run_id, run.trace_id, run.state, created)
+
+
+def derive(
+    store: Store,
+    document: LoadedDocument,
+    plan: RecoveryPlan,
+    inputs: dict[str, Any],
+    how: Circumstances,
+    *,
+    reason: str | None,
+    ids: IdSource,
+    faults: Faults | None = None,
+) -> NewRun:
+    """Create the run of a compatible retry or repair plan, with all that it reuses, in one durable transaction.
+
+    Raises `ConflictError`, with nothing created, when anything has happened to the source since it was planned: an
+    effect was reconciled, or the run was removed (`NotFoundError`).
+    """
+    assert plan.compatible
+    faults = faults or Faults.from_environment()
+    lineage: dict[str, Any] = {
+        "formatVersion": 1,
+        "sourceWorkflowDigest": plan.source.run.workflow_digest,
+        "roots": plan.roots,
+        "reason": reason,
+        "restartSuccessful": plan.restart_successful,
+    }
+    if plan.mode == "retry":
+        lineage["failedOnly"] = plan.failed_only
+    new = replace(
+        new_run(document, plan.target, inputs, how, ids=ids, prefix=plan.mode, mode=plan.mode),
+        source_run_id=plan.source.run.run_id,
+        lineage_json=canonical(lineage),
+    )
+    faults.reach("before_derived_run")
+    store.create_derived_run(new, plan.source.head, plan.reused, faults)
+    faults.reach("after_create_run")
+    return new
+
+
+def fork(
+    store: Store,
+    source_run_id: str,
+    *,
+    ids: IdSource,
+    priority: int = 0,
+    base_path: Path | None = None,
+    actor: str,
+    reason: str | None = None,
+    interactive: bool = False,
+    faults: Faults | None = None,
+) -> Submission:
+    """Run the stored plan and documents of another run once more, from its start and with fresh effects (seed).
+
+    The source may be in any state; nothing of its results is taken over. `base_path` replaces its workspace. Raises
+    `NotFoundError`, `IncompatibleVersion`, `CorruptStore` when the stored texts are not those that were stored, and
+    `UsageError` for a run that has nothing to repeat: a check, or the inverse actions of a compensation.
+    """
+    faults = faults or Faults.from_environment()
+    run, texts = store.read_verified_documents(source_run_id)
+    refuse_source(run)
+    plan = Plan.from_json(loads(texts.plan_json))
+    lineage = {"formatVersion": 1, "sourceWorkflowDigest": run.workflow_digest, "reason": reason}
+    place = run.base_path if base_path is None else str(base_path)
+    new = NewRun(
+        run_id=ids.new_id("fork"),
+        trace_id=ids.new_id("trace"),
+        mode="fork",
+        submission_digest=hex_digest(f"{plan.plan_digest}\n{texts.inputs_json}\n{place}"),
+        workflow_json=texts.workflow_json,
+        plan_json=texts.plan_json,
+        inputs_json=texts.inputs_json,
+        settings_json=canonical({**loads(texts.settings_json), "interactive": interactive}),
+        base_path=place,
+        priority=priority,
+        actor=actor,
+        parent_run_id=run.run_id,
+        lineage_json=canonical(lineage),
+        **_of_plan(plan),
+    )
+    faults.reach("before_derived_run")
+    run_id, _ = store.create_run(new)
+    faults.reach("after_create_run")
+    return Submission(run_id, new.trace_id, "running", True)
+
+
+NOTHING_TO_REPEAT = {
+    "check": "is a check: it has executed nothing",
+    "compensation": "is a compensation: its actions undo those of another run",
+}
+"""Modes of runs from which none is derived by retry, repair or fork, and why."""
+
+_INSTEAD = {
+    "check": "`agentctl run FILE` executes the workflow",
+    "compensation": "`agentctl compensate` plans again, and leaves out what is done",
+}
+
+
+def refuse_source(run: Run) -> None:
+    """Raise `UsageError` for a run from which none is derived by retry, repair or fork."""
+    if run.mode in NOTHING_TO_REPEAT:
+        raise UsageError(f"{run.run_id} {NOTHING_TO_REPEAT[run.mode]}", remedy=_INSTEAD[run.mode], run_id=run.run_id)

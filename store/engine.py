@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import datetime
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from . import (
     approvals,
@@ -63,6 +63,10 @@ from .records import (
 )
 from .states import LEAVES_NO_TRACE
 from .wakeups import WakeFolder
+
+if TYPE_CHECKING:
+    from .derived_runs import ReusedTask, SourceHead, SourceRun
+    from .faults import Faults
 
 log = logging.getLogger(__name__)
 
@@ -148,6 +152,28 @@ class Store:
         digests = runs.document_digests(new.workflow_json, new.plan_json, new.inputs_json, new.settings_json)
         with self.database.write(durable=True) as tx:
             return runs.create_run(tx, new, digests, now=self.clock.now())
+
+    def read_source(self, run_id: str) -> SourceRun:
+        """What a retry or a repair of a run is planned from, from one snapshot; see `derived_runs.read_source`."""
+        from . import derived_runs
+
+        with self.database.read() as tx:
+            return derived_runs.read_source(tx, run_id)
+
+    def read_verified_documents(self, run_id: str) -> tuple[Run, RunDocuments]:
+        """A run and its texts, held to its chain; see `derived_runs.read_documents`."""
+        from . import derived_runs
+
+        with self.database.read() as tx:
+            return derived_runs.read_documents(tx, run_id)
+
+    def create_derived_run(self, new: NewRun, head: SourceHead, reused: Sequence[ReusedTask], faults: Faults) -> None:
+        """Create a run with what it takes over from its source (see `derived_runs.create`). Durable."""
+        from . import derived_runs
+
+        digests = runs.document_digests(new.workflow_json, new.plan_json, new.inputs_json, new.settings_json)
+        with self.database.write(durable=True) as tx:
+            derived_runs.create(tx, new, digests, head, reused, faults, now=self.clock.now())
 
     def get_run(self, run_id: str) -> Run:
         """The run's row; `NotFoundError`, `IncompatibleVersion`."""

@@ -9,6 +9,8 @@
     │   ├── RunMoved          exit 5   epoch or revision of the run changed under a decision
     │   └── LockHeld          exit 5   another process holds a lock of the artifact store, and does not let go
     ├── AlreadyTerminal       exit 4   the run has ended; there is nothing to go on with or to pause
+    ├── NotTerminal           exit 4   the run goes on; what needs its end has to wait for it
+    ├── RecoveryBlocked       exit 3   what was done before cannot be proven to be reusable, or is unsafe to repeat
     ├── UncertainError        exit 3   an operator has to reconcile an effect first
     ├── EnvironmentFault      exit 5   disk, permission, filesystem, missing feature of the machine
     └── StoreError            exit 5   the database itself
@@ -88,6 +90,25 @@ class AlreadyTerminal(AgentctlError):
     """The run has ended (contract 4.9 and 4.10)."""
 
     code = "already_terminal"
+
+
+class NotTerminal(AgentctlError):
+    """The run has not ended yet (contract 9.1)."""
+
+    code = "not_terminal"
+
+
+class RecoveryBlocked(AgentctlError):
+    """A retry or repair that its plan does not allow (contract 9.2); `diagnostics` has one finding for each block."""
+
+    exit_code = 3
+    code = "blocked"
+
+    def __init__(
+        self, message: str, *, diagnostics: tuple[Any, ...] = (), remedy: str | None = None, run_id: str | None = None
+    ) -> None:
+        super().__init__(message, remedy=remedy, run_id=run_id)
+        self.diagnostics = diagnostics
 
 
 class UncertainError(AgentctlError):

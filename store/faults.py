@@ -24,6 +24,8 @@ POINTS = (
     "after_finish",
     # driver
     "after_create_run",
+    "before_derived_run",
+    "during_derived_run",
     "before_commit",
     "after_commit",
     "before_run_end",

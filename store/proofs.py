@@ -10,12 +10,16 @@ from collections.abc import Iterator
 from typing import Any
 
 from . import runs
-from .canonical import canonical, effect_id, hex_digest
+from .canonical import canonical, effect_id, hex_digest, text_digest
 from .database import Connection, all_rows
 from .records import Run
 
 _NOT_SENT = frozenset({"requested", "not_dispatched", "cancelled"})
 """Last events of an effect that is not in flight and has no result. A stop cancels without an event of the effect."""
+
+
+_CREATED = frozenset({"run.created", "retry.created", "repair.created"})
+_TAKEN_OVER = frozenset({"retry.task_reused", "repair.task_reused"})
 
 
 def document_problems(tx: Connection, run_id: str) -> Iterator[str]:
@@ -123,6 +127,7 @@ class _Told:
         self.run = "running"
         self.created: dict[str, Any] = {}
         self.tasks: dict[str, str] = {}
+        self.decisions: dict[str, str] = {}
         self.requests: dict[str, tuple[Any, Any]] = {}
         self.effects: dict[str, str] = {}
         self.reservations: dict[tuple[str, int], tuple[str, dict[str, int]]] = {}
@@ -131,8 +136,11 @@ class _Told:
         """The next event."""
         if kind == "task.transition" and task_id is not None:
             self.tasks[task_id] = str(payload.get("to"))
-        elif kind == "run.created":
+        elif kind in _CREATED:
             self.created = payload
+        elif kind in _TAKEN_OVER and task_id is not None:
+            self.tasks[task_id] = str(payload.get("to"))
+            self.decisions[task_id] = str(payload.get("decisionDigest"))
         elif kind == "run.state":
             self.run = str(payload.get("to"))
         elif kind.startswith("effect.") and kind != "effect.reconciled":
@@ -158,6 +166,7 @@ class _Told:
                 yield f"task {task_id} is {state}, the audit trail says something else"
         if self.tasks:
             yield f"the audit trail tells of a task {min(self.tasks)}, which is not there"
+        yield from self._lineage_against(tx, run, span)
         yield from self._effects_against(tx, run, span)
         rows = all_rows(
             tx.execute(
@@ -172,6 +181,23 @@ class _Told:
         for key in sorted(kept.keys() | self.reservations.keys()):
             if kept.get(key) != self.reservations.get(key):
                 yield f"the audit trail tells something else of the reservation {key[0]}, dispatch {key[1]}"
+
+    def _lineage_against(self, tx: Connection, run: Run, span: tuple[int, int]) -> Iterator[str]:
+        """Where the run and its reused tasks come from, and why they could be reused (contract 9.4)."""
+        row = tx.execute("SELECT lineage_json FROM runs WHERE run_id = ?", (run.run_id,)).fetchone()
+        lineage = None if row is None or row[0] is None else json.loads(row[0])
+        if self.created.get("lineage") != lineage:
+            yield "the audit trail tells of another origin of the run"
+        if (self.created.get("sourceRunId"), self.created.get("parentRunId")) != (run.source_run_id, run.parent_run_id):
+            yield "the audit trail tells of another source of the run"
+        for task_id, text in tx.execute(
+            "SELECT task_id, reuse_decision_json FROM tasks WHERE task_no BETWEEN ? AND ? AND disposition = 'reused'",
+            span,
+        ):
+            if text is None or self.decisions.pop(task_id, None) != text_digest(text):
+                yield f"the audit trail tells of another reason to reuse task {task_id}"
+        if self.decisions:
+            yield f"the audit trail tells that task {min(self.decisions)} was reused, which was not"
 
     def _effects_against(self, tx: Connection, run: Run, span: tuple[int, int]) -> Iterator[str]:
         for effect, status, digest, operation in tx.execute(

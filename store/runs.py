@@ -55,6 +55,41 @@ def create_run(tx: Connection, new: NewRun, digests: dict[str, str], *, now: int
                     run_id=row[0],
                 )
             return row[0], False
+    insert(tx, new, now=now)
+    audit.append(tx, new.run_id, [Event("run.created", None, canonical(creation(new)))], actor=new.actor, now=now)
+    audit.append_checkpoint(tx, new.run_id, canonical(first_state(new, digests)), now=now)
+    return new.run_id, True
+
+
+def creation(new: NewRun) -> dict[str, object]:
+    """What the first event of a run tells of it, and of where it comes from."""
+    payload: dict[str, object] = {
+        "workflow": new.workflow_name,
+        "workflowDigest": new.workflow_digest,
+        "planDigest": new.plan_digest,
+        "mode": new.mode,
+        "tasks": len(new.task_ids),
+    }
+    origin = {"parentRunId": new.parent_run_id, "sourceRunId": new.source_run_id, "lineage": as_json(new.lineage_json)}
+    return payload | {name: value for name, value in origin.items() if value is not None}
+
+
+def first_state(new: NewRun, digests: dict[str, str]) -> dict[str, object]:
+    """What the first checkpoint of a run tells, when all of its tasks are pending."""
+    return {
+        "runId": new.run_id,
+        "state": "running",
+        "created": len(new.task_ids),
+        "workingMemory": new.memory,
+        "documents": digests,
+    }
+
+
+def insert(tx: Connection, new: NewRun, *, now: int) -> int:
+    """Write the rows of a run: itself, its documents, pending tasks, memory and ledger; the number of its first task.
+
+    Whoever calls it writes the first event and the first checkpoint in the same transaction.
+    """
     # From creation, so that no pause and no resume can move it (seed).
     wall_time = new.budget_limits.get("wallTimeSeconds")
     first = int((tx.execute("SELECT MAX(task_no) FROM tasks").fetchone() or (0,))[0] or 0) + 1
@@ -117,23 +152,7 @@ def create_run(tx: Connection, new: NewRun, digests: dict[str, str], *, now: int
         [(new.run_id, dimension, limit) for dimension, limit in new.budget_limits.items()],
     )
     put_in_turn(tx, new.run_id, new.priority)
-    payload = {
-        "workflow": new.workflow_name,
-        "workflowDigest": new.workflow_digest,
-        "planDigest": new.plan_digest,
-        "mode": new.mode,
-        "tasks": len(new.task_ids),
-    }
-    audit.append(tx, new.run_id, [Event("run.created", None, canonical(payload))], actor=new.actor, now=now)
-    state = {
-        "runId": new.run_id,
-        "state": "running",
-        "created": len(new.task_ids),
-        "workingMemory": new.memory,
-        "documents": digests,
-    }
-    audit.append_checkpoint(tx, new.run_id, canonical(state), now=now)
-    return new.run_id, True
+    return first
 
 
 def document_digests(workflow: str, plan: str, inputs: str, settings: str) -> dict[str, str]:

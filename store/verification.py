@@ -70,7 +70,7 @@ def _run_problems(tx: Connection, run_id: str) -> list[str]:
     that is broken in itself."""
     run = runs.get(tx, run_id)
     links = audit.read_chain(tx, run_id)
-    told = _rebuild([state for _, state, _, _ in links])
+    told = rebuild([state for _, state, _, _ in links])
     problems: list[str] = []
     if told["state"] != run.state or told["reason"] != run.reason:
         problems.append(f"the run is {run.state} ({run.reason}), its chain says {told['state']} ({told['reason']})")
@@ -89,7 +89,7 @@ def _run_problems(tx: Connection, run_id: str) -> list[str]:
     return problems
 
 
-def _rebuild(chain: list[str]) -> dict[str, Any]:
+def rebuild(chain: list[str]) -> dict[str, Any]:
     """The state of a run from nothing but its checkpoints. What a worker has claimed is `ready` in it."""
     first = json.loads(chain[0]) if chain else {"state": None, "created": 0, "workingMemory": {}}
     tasks: list[list[Any]] = [["pending", 0, None, None] for _ in range(first["created"])]
@@ -97,12 +97,13 @@ def _rebuild(chain: list[str]) -> dict[str, Any]:
     told: dict[str, Any] = {"state": first["state"], "reason": None, "cancel": False, "artifacts": {}}
     # Chains of earlier versions tell nothing of documents and of the output.
     told |= {"output": None, "ended": False}
-    for change in map(json.loads, chain[1:]):
+    for number, change in enumerate(map(json.loads, chain)):
+        # A run that was made from another one begins with what it has taken over.
         for position, *values in change.get("tasks", ()):
             tasks[position] = values
         memory.extend(change.get("memory", ()))
         told["artifacts"].update(dict(change.get("artifacts", ())))
-        if "state" in change:
+        if "state" in change and number:
             told["state"], told["reason"] = change["state"], change.get("reason")
             told["output"] = change.get("output")
             told["ended"] = "documents" in first and change["state"] in RUN_FINAL

@@ -102,6 +102,35 @@ class Views:
                 "error": _value(run.error_json),
             }
 
+    def recovery(self, run_id: str) -> dict[str, Any]:
+        """What a RetryOutcome or RepairOutcome has besides the outcome (contract 9.3).
+
+        `sourceRunId, reusedTasks, executedTasks, artifacts`, and of a retry `failedOnly, retryRoots`; of a repair
+        `repairRoots`.
+        """
+        with self._database.read() as tx:
+            run = runs.get(tx, run_id)
+            reused, executed = [], []
+            for task_id, disposition, attempt in tx.execute(
+                "SELECT task_id, disposition, attempt FROM tasks WHERE task_no BETWEEN ? AND ? ORDER BY task_no",
+                _span(run),
+            ):
+                if disposition == "reused":
+                    reused.append(task_id)
+                elif attempt > 0:
+                    executed.append(task_id)
+            lineage = _lineage(tx, run_id) or {}
+            data: dict[str, Any] = {
+                "sourceRunId": run.source_run_id,
+                "reusedTasks": reused,
+                "executedTasks": executed,
+                "artifacts": list(artifacts.references(tx, run_id)),
+                f"{run.mode}Roots": lineage.get("roots", []),
+            }
+            if run.mode == "retry":
+                data["failedOnly"] = lineage.get("failedOnly", False)
+            return data
+
     def now(self) -> int:
         """The time to which what is shown refers (epoch ms)."""
         return self._clock.now()
@@ -209,12 +238,12 @@ class Views:
                 tx,
                 "SELECT t.task_id, t.state, t.attempt, t.started_at, t.ended_at, t.error_json, "
                 "t.metadata_version, (SELECT a.delivery FROM attempts a WHERE a.task_no = t.task_no "
-                "ORDER BY a.number DESC LIMIT 1) "
+                "ORDER BY a.number DESC LIMIT 1), t.disposition, t.source_run_id "
                 "FROM tasks t WHERE t.task_no BETWEEN ? AND ? ORDER BY t.task_no LIMIT ?",
                 (*_span(run), limit),
             )
             found = []
-            for task_id, state, attempt, started_at, ended_at, error, version, deliveries in rows:
+            for task_id, state, attempt, started_at, ended_at, error, version, deliveries, disposition, origin in rows:
                 _check_version(f"task {task_id}", version, TASK_METADATA_VERSION, run_id)
                 found.append(
                     {
@@ -225,6 +254,8 @@ class Views:
                         "startedAt": started_at,
                         "endedAt": ended_at,
                         "error": _value(error),
+                        "disposition": disposition,
+                        "sourceRunId": origin,
                     }
                 )
             return found, run.task_count
@@ -368,6 +399,12 @@ def _summary(run: Run, counts: dict[str, int]) -> dict[str, Any]:
     }
 
 
+def _lineage(tx: Connection, run_id: str) -> Any:
+    """Why and how a run was derived from another one, or None."""
+    row = tx.execute("SELECT lineage_json FROM runs WHERE run_id = ?", (run_id,)).fetchone()
+    return None if row is None else _value(row[0])
+
+
 def _list_runs(tx: Connection, *, limit: int, state: str | None, cursor: str | None) -> dict[str, Any]:
     conditions, arguments = [], []
     if state is not None:
@@ -409,6 +446,7 @@ def _status(tx: Connection, run: Run, *, now: int) -> dict[str, Any]:
     effects, effect_count = _uncertain(tx, run.run_id)
     return {
         **_summary(run, counts),
+        "lineage": _lineage(tx, run.run_id),
         "traceId": run.trace_id,
         "priority": run.priority,
         "deadlineAt": run.deadline_at,
@@ -726,6 +764,7 @@ def _run_record(tx: Connection, run: Run) -> dict[str, Any]:
         "basePath": run.base_path,
         "parentRunId": run.parent_run_id,
         "sourceRunId": run.source_run_id,
+        "lineage": _lineage(tx, run.run_id),
         "cancellationRequested": run.cancel_requested_at is not None,
         "cancelRequestedAt": run.cancel_requested_at,
         "cancelReason": head[3],
@@ -760,7 +799,8 @@ def _task_records(tx: Connection, run: Run) -> Iterator[dict[str, Any]]:
     for row in tx.execute(
         "SELECT task_no, task_id, position, state, attempt, disposition, metadata_version, input_digest, "
         "output_json, output_digest, error_json, decision_json, delta_json, delta_digest, retry_at, started_at, "
-        "ended_at, updated_at, definition_fingerprint, output_contract_fingerprint, artifact_manifest_json FROM tasks "
+        "ended_at, updated_at, definition_fingerprint, output_contract_fingerprint, artifact_manifest_json, "
+        "source_run_id, source_task_id, source_attempt, reuse_decision_json FROM tasks "
         "WHERE task_no BETWEEN ? AND ? ORDER BY task_no",
         _span(run),
     ):
@@ -778,9 +818,10 @@ def _task_records(tx: Connection, run: Run) -> Iterator[dict[str, Any]]:
             "error": _value(row[10]),
             "disposition": row[5],
             "metadataVersion": row[6],
-            "sourceRunId": None,
-            "sourceTaskId": None,
-            "sourceAttempt": None,
+            "sourceRunId": row[21],
+            "sourceTaskId": row[22],
+            "sourceAttempt": row[23],
+            "reuseDecision": _value(row[24]),
             "definitionFingerprint": row[18],
             "inputDigest": row[7],
             "outputContractFingerprint": row[19],

@@ -12,7 +12,7 @@ from support.control import Bench, Outcome, bench
 
 ROOT = Path(__file__).resolve().parents[2]
 DOCS = ROOT / "ops" / "docs"
-PAGES = ["conditions", "routers", "loops", "sub-workflows", "fan-out"]
+PAGES = ["conditions", "routers", "loops", "sub-workflows", "fan-out", "recovery"]
 
 
 @pytest.fixture

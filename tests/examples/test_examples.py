@@ -317,6 +317,29 @@ def _artifacts(field: Field, run: Callable[..., Any]) -> None:
     assert field.json("artifacts", "verify").data["checked"] == 4
 
 
+def _recovery(field: Field, run: Callable[..., Any]) -> None:
+    ledger = field.folder / "build" / "recovery" / "ledger"
+
+    def said() -> list[str]:
+        lines = ledger.read_text().splitlines()
+        ledger.write_text("")
+        return sorted(lines)
+
+    assert field.json("run", "recovery.yaml").code == 4
+    assert said() == ["count east", "count north", "count south", "prepare", "report"]
+    planned = field.json("retry", "recovery.yaml", "@latest", "--failed", "--plan")
+    assert (planned.code, len(planned.data["rerunTasks"]), said()) == (0, 3, [])
+    (field.folder / "build" / "recovery" / "south").mkdir()
+    retried = field.json("retry", "recovery.yaml", "@latest", "--failed")
+    assert (retried.code, retried.data["state"]) == (0, "succeeded")
+    assert said() == ["count south", "report"]
+    text = (field.folder / "recovery.yaml").read_text()
+    (field.folder / "recovery.yaml").write_text(text.replace(' regions"', ' regions in all"'))
+    repaired = field.json("repair", "recovery.yaml", "@latest", "--from", "report", "--restart-successful")
+    assert (repaired.code, said()) == (0, ["report"])
+    assert repaired.data["output"]["report"].split() == ["3", "regions", "in", "all"]
+
+
 PROMISES: dict[str, Callable[[Field, Callable[..., Any]], None]] = {
     "hello.yaml": _hello,
     "dataflow.yaml": _dataflow,
@@ -336,6 +359,7 @@ PROMISES: dict[str, Callable[[Field, Callable[..., Any]], None]] = {
     "parallel.yaml": _parallel,
     "loop.yaml": _loop,
     "repair.yaml": _repair,
+    "recovery.yaml": _recovery,
     "subworkflow.yaml": _subworkflow,
     "release.yaml": _release,
     "crash-resume.yaml": _crash_resume,

@@ -108,12 +108,12 @@ def rebuild(chain: list[str]) -> dict[str, Any]:
         "tasks": [["pending", 0, None, None] for _ in range(first["created"])],
         "memory": [[key, -1, value] for key, value in first["workingMemory"].items()],
     }
-    for text in chain[1:]:
+    for number, text in enumerate(chain):
         change = json.loads(text)
         for position, *values in change.get("tasks", []):
             state["tasks"][position] = values
         state["memory"].extend(change.get("memory", []))
-        if "state" in change:
+        if "state" in change and number:
             state["state"] = change["state"]
             state["reason"] = change.get("reason")
         state["cancel"] = state["cancel"] or change.get("cancellationRequested", False)

@@ -1,0 +1,169 @@
+"""What the planning of a retry or a repair comes to: verdicts, blocks, and the JSON of contract 9.3. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+from agentctl.store.derived_runs import ReusedTask, SourceRun
+
+from .diagnostics import Diagnostic
+from .plan import Plan
+
+API_VERSIONS = {"retry": "agentctl.dev/retry-plan/v1", "repair": "agentctl.dev/repair-plan/v1"}
+WORKFLOW = "$workflow"
+"""What a block belongs to that concerns no single task."""
+
+_SUMMARY = ("providerTasks", "actionTasks", "declaredEffects", "uncertainSourceEffects")
+
+MAX_FINDINGS = 20
+"""Blocks that an error lists; the plan has all of them."""
+
+
+@dataclass(frozen=True, slots=True)
+class Block:
+    """Why a run cannot be made: a rule of contract 9.2, and which roots would take the task into the closure.
+
+    `full_fork` says that no choice of roots helps: only a run with fresh effects throughout.
+    """
+
+    task_id: str
+    rule: str
+    message: str
+    source_fingerprint: str | None = None
+    target_fingerprint: str | None = None
+    roots: tuple[str, ...] = ()
+    full_fork: bool = False
+
+    def as_json(self) -> dict[str, Any]:
+        """The object of a plan."""
+        return {
+            "taskId": self.task_id,
+            "rule": self.rule,
+            "message": self.message,
+            "sourceFingerprint": self.source_fingerprint,
+            "targetFingerprint": self.target_fingerprint,
+            "suggestedRepairRoots": list(self.roots),
+            "fullForkRequired": self.full_fork,
+        }
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """What becomes of one task, and why in words: `reuse`, `execute`, `removed` or `blocked`."""
+
+    task_id: str
+    disposition: str
+    reason: str
+    source_state: str | None
+    source_fingerprint: str | None
+    target_fingerprint: str | None
+
+    def as_json(self) -> dict[str, Any]:
+        """The object of a plan."""
+        return {
+            "taskId": self.task_id,
+            "disposition": self.disposition,
+            "reason": self.reason,
+            "sourceState": self.source_state,
+            "sourceFingerprint": self.source_fingerprint,
+            "targetFingerprint": self.target_fingerprint,
+        }
+
+
+@dataclass(slots=True)
+class RecoveryPlan:
+    """A retry or a repair before it exists. `reused` and `rerun` are in the compiled order of the target."""
+
+    mode: str
+    source: SourceRun
+    target: Plan
+    roots: list[str]
+    failed_only: bool
+    restart_successful: bool
+    reused: list[ReusedTask] = field(default_factory=list)
+    rerun: list[str] = field(default_factory=list)
+    added: list[str] = field(default_factory=list)
+    removed: list[str] = field(default_factory=list)
+    changed: list[str] = field(default_factory=list)
+    blocks: list[Block] = field(default_factory=list)
+    verdicts: list[Verdict] = field(default_factory=list)
+    warnings: list[str] = field(default_factory=list)
+    effects: dict[str, int] = field(default_factory=lambda: dict.fromkeys(_SUMMARY, 0))
+    approvals: list[str] = field(default_factory=list)
+
+    @property
+    def compatible(self) -> bool:
+        """Whether the run can be made."""
+        return not self.blocks
+
+    def suggested_roots(self) -> list[str]:
+        """The roots that would resolve what is blocked as far as roots can, in compiled order."""
+        wanted = {root for block in self.blocks for root in block.roots} | set(self.roots)
+        return [name for name in self.target.order if name in wanted]
+
+    def as_json(self) -> dict[str, Any]:
+        """RetryPlan or RepairPlan (contract 9.3)."""
+        head: dict[str, Any] = {
+            "apiVersion": API_VERSIONS[self.mode],
+            "compatible": self.compatible,
+            "sourceRunId": self.source.run.run_id,
+        }
+        if self.mode == "retry":
+            head |= {
+                "workflowDigest": self.source.run.workflow_digest,
+                "failedOnly": self.failed_only,
+                "retryRoots": self.roots,
+            }
+        else:
+            head |= {
+                "sourceWorkflowDigest": self.source.run.workflow_digest,
+                "targetWorkflowDigest": self.target.workflow_digest,
+                "repairRoots": self.roots,
+            }
+        head |= {
+            "restartSuccessful": self.restart_successful,
+            "reusedTasks": [task.source.task_id for task in self.reused],
+            "rerunTasks": self.rerun,
+        }
+        if self.mode == "repair":
+            head |= {"newTasks": self.added, "removedTasks": self.removed, "changedTasks": self.changed}
+        return head | {
+            "blockedReuse": [block.as_json() for block in self.blocks],
+            "freshEffectSummary": self.effects,
+            "approvalSummary": self.approvals,
+            "estimatedProviderTasks": self.effects["providerTasks"],
+            "warnings": self.warnings,
+            "tasks": [verdict.as_json() for verdict in self.verdicts],
+        }
+
+    def findings(self) -> Iterator[Diagnostic]:
+        """The blocks as findings of an error, at most `MAX_FINDINGS`."""
+        for block in self.blocks[:MAX_FINDINGS]:
+            yield Diagnostic(block.rule, block.message, path=block.task_id, help=advice(block, self.mode))
+        left = len(self.blocks) - MAX_FINDINGS
+        if left > 0:
+            yield Diagnostic("blocked", f"and {left} more; `--plan` shows all of them")
+
+
+def advice(block: Block, mode: str) -> str | None:
+    """What a person can do about a block."""
+    if block.rule == "successful_root_requires_acknowledgement":
+        return "add --restart-successful if it is to be executed again"
+    if block.rule in ("unreconciled_effect", "unresolved_reused_effect"):
+        return "find out what was done, then `agentctl effects reconcile ID …`; or `fork` to do everything afresh"
+    if block.rule == "repair_root_missing":
+        return "`agentctl plan FILE` shows the tasks of the file, those of fan-outs by their full ids"
+    if block.full_fork:
+        return "nothing of this run can be reused here; `agentctl fork RUN` executes everything once more"
+    if block.roots and mode == "retry" and block.task_id == WORKFLOW:
+        return f"`agentctl repair FILE RUN {_options(block.roots)}` takes the changed file"
+    if block.roots:
+        return f"take it into what is executed: {_options(block.roots)}"
+    return None
+
+
+def _options(roots: tuple[str, ...]) -> str:
+    shown = " ".join(f"--from {root}" for root in roots[:5])
+    return shown if len(roots) <= 5 else f"{shown} and {len(roots) - 5} more"

@@ -1,0 +1,363 @@
+"""Runs that are made from another run: what its source has recorded, and their creation (contract 9.2 and 9.4).
+
+`read_source` gives everything that planning a retry or a repair looks at, from one snapshot, and holds it to the
+source's chain of checkpoints: what was changed behind the back of agentctl is found before a run exists. `create`
+writes the new run with all that it has taken over in one transaction, in rows of its own, so that nothing of it depends
+on the source afterwards. Every function takes the open transaction.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from . import audit, runs
+from .canonical import canonical, text_digest
+from .database import Connection, all_rows
+from .errors import ConflictError, CorruptStore, NotFoundError
+from .faults import Faults
+from .records import Event, NewRun, Run, RunDocuments, record
+from .verification import rebuild
+
+
+@record
+class SourceTask:
+    """The row of a task of the source. `told_output` and `told_manifest` are the digests that the chain tells."""
+
+    task_id: str
+    position: int
+    state: str
+    attempt: int
+    disposition: str
+    metadata_version: int
+    input_digest: str | None
+    output_json: str | None
+    output_digest: str | None
+    error_json: str | None
+    decision_json: str | None
+    delta_json: str | None
+    delta_digest: str | None
+    definition_fingerprint: str | None
+    output_contract_fingerprint: str | None
+    manifest_json: str | None
+    reuse_decision_json: str | None
+    told_output: str | None
+    told_manifest: str | None
+
+
+@record
+class SourceEffect:
+    """An effect of the source, and the conclusion about it that counts (None without any)."""
+
+    effect_id: str
+    task_id: str
+    operation: str
+    effect_class: str
+    idempotency: str
+    status: str
+    confirmed: bool
+    superseded: bool
+    reconciled: str | None
+
+
+@record
+class SourceHead:
+    """How far the history of a run had come: whatever happens to it afterwards changes this."""
+
+    revision: int
+    audit_sequence: int
+    checkpoint_checksum: str
+
+
+@record
+class SourceRun:
+    """A run as others may be made from it, with its tasks in compiled order.
+
+    `effects` are by task, oldest first. `earlier` are conclusions (or None) about effects of other runs, by effect: of
+    those that tasks depend on which were reused before. `memory` are the values that each position has written to
+    working memory, as the chain tells; `references` are (path, digest, size) of the artifacts of each task.
+    """
+
+    run: Run
+    documents: RunDocuments
+    head: SourceHead
+    tasks: dict[str, SourceTask]
+    effects: dict[str, list[SourceEffect]]
+    earlier: dict[str, str | None]
+    memory: dict[int, dict[str, str | None]]
+    references: dict[str, list[tuple[str, str, int]]]
+
+
+@record
+class ReusedTask:
+    """A task of the new run that takes over the end of one of the source; `memory` is (key, value or None).
+
+    `decision_json` tells why it could be reused; the fingerprints are those of the new run's plan.
+    """
+
+    position: int
+    source: SourceTask
+    decision_json: str
+    definition_fingerprint: str
+    output_contract_fingerprint: str
+    memory: tuple[tuple[str, str | None], ...] = ()
+
+
+# -- the source --------------------------------------------------------------------------------------------------------
+
+
+def read_source(tx: Connection, run_id: str) -> SourceRun:
+    """Everything about a run that planning looks at.
+
+    Raises `NotFoundError`, `IncompatibleVersion`, and `CorruptStore` when the chain is broken, or tells of other
+    documents, states or memory than the tables. Outputs and manifests are left to the plan, task by task.
+    """
+    run = runs.get(tx, run_id)
+    runs.refuse_future_records(tx, run_id)
+    documents = runs.documents(tx, run_id)
+    links = [state for _, state, _, _ in audit.read_chain(tx, run_id)]
+    _check_documents(run, documents, links)
+    told = rebuild(links)
+    if told["memory"] != [list(row) for row in runs.memory_rows(tx, run_id)]:
+        raise _damaged(run_id, "its checkpoints tell of another working memory")
+    if told["state"] != run.state:
+        raise _damaged(run_id, f"it is {run.state}, its checkpoints say {told['state']}")
+    tasks = {task.task_id: task for task in _tasks(tx, run, told)}
+    if len(tasks) != len(told["tasks"]):
+        raise _damaged(run_id, f"it has {len(tasks)} tasks, its checkpoints tell of {len(told['tasks'])}")
+    memory: dict[int, dict[str, str | None]] = {}
+    for key, position, value in told["memory"]:
+        if position >= 0:
+            memory.setdefault(position, {})[key] = value
+    references: dict[str, list[tuple[str, str, int]]] = {}
+    for task_id, path, digest, size in tx.execute(
+        "SELECT task_id, logical_path, digest, size_bytes FROM artifact_refs WHERE run_id = ? "
+        "ORDER BY task_id, logical_path",
+        (run_id,),
+    ):
+        references.setdefault(task_id, []).append((path, digest, size))
+    effects: dict[str, list[SourceEffect]] = {}
+    for effect in _effects(tx, run):
+        effects.setdefault(effect.task_id, []).append(effect)
+    return SourceRun(
+        run, documents, _head(tx, run_id), tasks, effects, _earlier(tx, tasks.values()), memory, references
+    )
+
+
+def read_documents(tx: Connection, run_id: str) -> tuple[Run, RunDocuments]:
+    """A run and its texts, held to its chain: all that a fork takes from it. Errors as for `read_source`."""
+    run = runs.get(tx, run_id)
+    runs.refuse_future_records(tx, run_id)
+    documents = runs.documents(tx, run_id)
+    _check_documents(run, documents, [state for _, state, _, _ in audit.read_chain(tx, run_id)])
+    return run, documents
+
+
+def _damaged(run_id: str, what: str) -> CorruptStore:
+    return CorruptStore(
+        f"{run_id} is damaged: {what}; nothing is taken from it",
+        remedy="`agentctl db verify` shows everything that does not fit",
+        run_id=run_id,
+    )
+
+
+def _check_documents(run: Run, documents: RunDocuments, links: Sequence[str]) -> None:
+    told = json.loads(links[0]).get("documents") if links else None
+    if told is None:
+        return  # made before checkpoints told of them
+    found = runs.document_digests(
+        documents.workflow_json, documents.plan_json, documents.inputs_json, documents.settings_json
+    )
+    for name, digest in found.items():
+        if told.get(name) != digest:
+            raise _damaged(run.run_id, f"the stored {name} is not the one that its checkpoints tell of")
+
+
+def _head(tx: Connection, run_id: str) -> SourceHead:
+    row = tx.execute(
+        "SELECT revision, audit_sequence, checkpoint_checksum FROM runs WHERE run_id = ?", (run_id,)
+    ).fetchone()
+    if row is None:
+        raise NotFoundError(f"there is no run {run_id} in this database any more", run_id=run_id)
+    return SourceHead(*row)
+
+
+_COLUMNS = (
+    "task_id, position, state, attempt, disposition, metadata_version, input_digest, output_json, output_digest, "
+    "error_json, decision_json, delta_json, delta_digest, definition_fingerprint, output_contract_fingerprint, "
+    "artifact_manifest_json, reuse_decision_json"
+)
+
+
+def _tasks(tx: Connection, run: Run, told: dict[str, Any]) -> Iterator[SourceTask]:
+    for row in tx.execute(
+        f"SELECT {_COLUMNS} FROM tasks WHERE task_no BETWEEN ? AND ? ORDER BY task_no",  # noqa: S608
+        (run.first_task, run.first_task + run.task_count - 1),
+    ):
+        position, state, attempt = row[1:4]
+        known = told["tasks"][position] if position < len(told["tasks"]) else [None, None, None]
+        shown = "ready" if state == "running" else state
+        if shown != known[0] or (shown != "ready" and attempt != known[1]):
+            raise _damaged(run.run_id, f"task {row[0]} is {state}, its checkpoints say {known[0]}, or another attempt")
+        yield SourceTask(*(*row, known[2], told["artifacts"].get(position)))
+
+
+_CONCLUSION = (
+    "(SELECT c.status FROM effect_reconciliations c WHERE c.effect_id = e.effect_id "
+    "ORDER BY c.created_at DESC, c.reconciliation_no DESC LIMIT 1)"
+)
+
+
+def _effects(tx: Connection, run: Run) -> Iterator[SourceEffect]:
+    for row in tx.execute(
+        "SELECT e.effect_id, e.task_id, e.operation, e.effect_class, e.idempotency, e.status, e.confirmed, "  # noqa: S608
+        f"e.superseded, {_CONCLUSION} FROM attempts a JOIN effects e ON e.attempt_id = a.attempt_id "
+        "WHERE a.task_no BETWEEN ? AND ? AND a.run_id = ? ORDER BY a.task_no, a.number, e.ordinal",
+        (run.first_task, run.first_task + run.task_count - 1, run.run_id),
+    ):
+        yield SourceEffect(*(*row[:6], bool(row[6]), bool(row[7]), row[8]))
+
+
+def _earlier(tx: Connection, tasks: Any) -> dict[str, str | None]:
+    """What was concluded about the effects that reused tasks of the source go back to, as far as they are kept."""
+    wanted = [effect for task in tasks for effect in _named(task.reuse_decision_json)]
+    if not wanted:
+        return {}
+    return dict(
+        all_rows(
+            tx.execute(
+                f"SELECT e.effect_id, {_CONCLUSION} FROM effects e "  # noqa: S608
+                "WHERE e.effect_id IN (SELECT value FROM json_each(?))",
+                (json.dumps(wanted),),
+            )
+        )
+    )
+
+
+def _named(text: str | None) -> list[str]:
+    """The effects that a reuse decision names. What is wrong with it is for the plan to find."""
+    if text is None:
+        return []
+    try:
+        return [str(item["effectId"]) for item in json.loads(text)["sourceEffects"]]
+    except (ValueError, TypeError, KeyError):
+        return []
+
+
+# -- the new run -------------------------------------------------------------------------------------------------------
+
+
+def create(
+    tx: Connection,
+    new: NewRun,
+    digests: dict[str, str],
+    head: SourceHead,
+    reused: Sequence[ReusedTask],
+    faults: Faults,
+    *,
+    now: int,
+) -> None:
+    """Create a run whose `reused` tasks have ended already: everything of it, or nothing (contract 9.4).
+
+    Its ledger begins with nothing used: what is reused dispatches nothing. Raises `ConflictError`, with nothing
+    written, when anything has happened to the source since `head` was read, and `NotFoundError` when it is gone.
+    """
+    assert new.source_run_id is not None
+    source = runs.get(tx, new.source_run_id)
+    if _head(tx, source.run_id) != head:
+        raise ConflictError(
+            f"{source.run_id} has changed since the {new.mode} was planned; nothing was created",
+            remedy="plan it again: the same command does",
+            run_id=source.run_id,
+        )
+    first = runs.insert(tx, new, now=now)
+    _take_over(tx, new, source, first, reused, now)
+    faults.reach("during_derived_run")
+    memory = sorted((key, task.position, value) for task in reused for key, value in task.memory)
+    tx.executemany(
+        "INSERT INTO memory_values VALUES (?,?,?,?)",
+        [(new.run_id, key, position, value) for key, position, value in memory],
+    )
+    manifests = [
+        [task.position, text_digest(task.source.manifest_json)]
+        for task in reused
+        if task.source.manifest_json is not None
+    ]
+    events = [Event(f"{new.mode}.created", None, canonical({**runs.creation(new), "reused": len(reused)}))]
+    events += [Event(f"{new.mode}.task_reused", item.source.task_id, _told(item, source.run_id)) for item in reused]
+    audit.append(tx, new.run_id, events, actor=new.actor, now=now)
+    state = runs.first_state(new, digests)
+    state["tasks"] = [
+        [task.position, task.source.state, 0, task.source.output_digest, _code(source.run_id, task.source)]
+        for task in reused
+    ]
+    if memory:
+        state["memory"] = [list(item) for item in memory]
+    if manifests:
+        state["artifacts"] = manifests
+    audit.append_checkpoint(tx, new.run_id, canonical(state), now=now)
+
+
+def _take_over(tx: Connection, new: NewRun, source: Run, first: int, reused: Sequence[ReusedTask], now: int) -> None:
+    """Copy rows of tasks and references to artifacts. The bytes of outputs never leave SQLite."""
+    before = tx.total_changes()
+    tx.executemany(
+        "UPDATE tasks AS t SET state = s.state, disposition = 'reused', metadata_version = s.metadata_version, "
+        "input_digest = s.input_digest, output_json = s.output_json, output_digest = s.output_digest, "
+        "error_json = s.error_json, decision_json = s.decision_json, delta_json = s.delta_json, "
+        "delta_digest = s.delta_digest, artifact_manifest_json = s.artifact_manifest_json, "
+        "definition_fingerprint = ?, output_contract_fingerprint = ?, source_run_id = s.run_id, "
+        "source_task_id = s.task_id, source_attempt = s.attempt, reuse_decision_json = ?, ended_at = ?, "
+        "updated_at = ? FROM tasks s WHERE t.task_no = ? AND s.task_no = ? AND s.state = ? AND s.output_digest IS ?",
+        [
+            (
+                task.definition_fingerprint,
+                task.output_contract_fingerprint,
+                task.decision_json,
+                now,
+                now,
+                first + task.position,
+                source.first_task + task.source.position,
+                task.source.state,
+                task.source.output_digest,
+            )
+            for task in reused
+        ],
+    )
+    if tx.total_changes() - before != len(reused):
+        raise ConflictError("a task that was to be reused is not there any more", run_id=source.run_id)
+    for task in reused:
+        if task.source.manifest_json is None:
+            continue
+        tx.execute(
+            "INSERT INTO artifact_refs (run_id, task_id, logical_path, digest, size_bytes, media_type, logical_name, "
+            "source_run_id, source_task_id, created_at) SELECT ?, task_id, logical_path, digest, size_bytes, "
+            "media_type, logical_name, run_id, task_id, ? FROM artifact_refs WHERE run_id = ? AND task_id = ?",
+            (new.run_id, now, source.run_id, task.source.task_id),
+        )
+        if tx.changes() != len(json.loads(task.source.manifest_json)):
+            raise ConflictError(f"the artifacts of task {task.source.task_id} have changed", run_id=source.run_id)
+
+
+def _told(task: ReusedTask, source_run_id: str) -> str:
+    return canonical(
+        {
+            "to": task.source.state,
+            "sourceRunId": source_run_id,
+            "sourceTaskId": task.source.task_id,
+            "sourceAttempt": task.source.attempt,
+            "outputDigest": task.source.output_digest,
+            "decisionDigest": text_digest(task.decision_json),
+        }
+    )
+
+
+def _code(run_id: str, task: SourceTask) -> object:
+    """The code of the error of a task that was skipped. Raises `CorruptStore`."""
+    if task.error_json is None:
+        return None
+    try:
+        return json.loads(task.error_json)["code"]
+    except (ValueError, TypeError, KeyError):
+        raise _damaged(run_id, f"the error of task {task.task_id} is none") from None

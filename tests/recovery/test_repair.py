@@ -1,0 +1,234 @@
+"""Repair with a corrected file, fork, and both inside of nested sub-workflows: what is executed, told by a ledger."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from support.children import wait_until
+from support.recovery import GATE, Place, gate
+
+
+def chain(place: Place) -> str:
+    """a before b before c, and d beside them; b is wrong."""
+    return place.workflow(
+        "chain",
+        [
+            place.tick_task("a", idempotent=False),
+            gate(place, "b", "/nothing", needs=["a"]),
+            place.tick_task("c", idempotent=False, needs=["b"]),
+            place.tick_task("d", idempotent=False, needs=["a"]),
+        ],
+        actions=GATE,
+        concurrency=4,
+    )
+
+
+def test_a_repair_executes_the_closure_only(place: Place) -> None:
+    file = chain(place)
+    source = place.go(file, code=4)
+    assert sorted(place.labels()) == ["a", "b", "d"]
+    fixed = place.edit(file, "fixed.yaml", (("spec", "tasks", 1, "with", "args", 5), "/"))
+    plan = place.plan("repair", fixed, source, "--from", "b")
+    assert (plan["reusedTasks"], plan["rerunTasks"]) == (["a", "d"], ["b", "c"])
+    assert (plan["changedTasks"], plan["newTasks"], plan["removedTasks"]) == (["b"], [], [])
+    assert plan["sourceWorkflowDigest"] != plan["targetWorkflowDigest"]
+    outcome = place.derive("repair", fixed, source, "--from", "b", "--reason", "a slip")
+    assert sorted(place.labels()[3:]) == ["b", "c"]
+    assert (outcome["reusedTasks"], outcome["executedTasks"]) == (["a", "d"], ["b", "c"])
+    assert (outcome["repairRoots"], outcome["sourceRunId"]) == (["b"], source)
+    run = place.record(outcome["runId"])["run"]
+    assert run["runId"].startswith("repair-")
+    assert (run["mode"], run["lineage"]["reason"], run["lineage"]["roots"]) == ("repair", "a slip", ["b"])
+    assert run["lineage"]["sourceWorkflowDigest"] == plan["sourceWorkflowDigest"]
+    assert "failedOnly" not in run["lineage"]
+    assert [event["eventType"] for event in place.record(outcome["runId"])["audit"]][:3] == [
+        "repair.created",
+        "repair.task_reused",
+        "repair.task_reused",
+    ]
+
+
+def test_tasks_come_and_go(place: Place) -> None:
+    file = chain(place)
+    source = place.go(file, code=4)
+    document = json.loads((place.folder / file).read_text())
+    tasks = document["spec"]["tasks"]
+    new = place.tick_task("new", idempotent=False, needs=["a"])
+    fixed = place.edit(
+        file, "fixed.yaml", (("spec", "tasks"), [tasks[0], {**tasks[2], "needs": ["new"]}, tasks[3], new])
+    )
+    plan = place.plan("repair", fixed, source, "--from", "new")
+    assert (plan["newTasks"], plan["removedTasks"], plan["changedTasks"]) == (["new"], ["b"], ["c"])
+    assert {task["taskId"]: task["disposition"] for task in plan["tasks"]} == {
+        "a": "reuse",
+        "d": "reuse",
+        "new": "execute",
+        "c": "execute",
+        "b": "removed",
+    }
+    place.derive("repair", fixed, source, "--from", "new")
+    assert place.labels()[3:] == ["new", "c"]
+
+
+def test_a_fork_executes_everything_once_more(place: Place) -> None:
+    file = chain(place)
+    source = place.go(file, "--input", "unused=1", code=4)
+    before = place.labels()
+    (place.folder / file).unlink()  # what is stored is enough
+    result = place.json("fork", source, "--reason", "again")
+    assert result.code == 4
+    assert sorted(place.labels()[3:]) == sorted(before)
+    run = place.record(result.data["runId"])["run"]
+    old = place.record(source)["run"]
+    assert run["runId"].startswith("fork-")
+    assert (run["mode"], run["parentRunId"], run["sourceRunId"]) == ("fork", source, None)
+    assert run["lineage"]["reason"] == "again"
+    for name in ("workflow", "plan", "inputs", "workflowDigest", "planDigest", "basePath"):
+        assert run[name] == old[name]
+    assert place.record(result.data["runId"])["audit"][0]["eventType"] == "run.created"
+    place.assert_sound()
+    # From a run that has not even begun, too, and from a fork.
+    waiting = place.submit(place.workflow("w", [place.tick_task("x", idempotent=False)]))
+    forked = place.json("fork", waiting)
+    assert forked.code == 0
+    assert place.json("fork", forked.data["runId"]).code == 0
+    assert place.labels().count("x") == 2
+    place.assert_sound()
+
+
+def test_a_search_that_is_repaired_sees_what_was_written_later(place: Place) -> None:
+    kinds = {
+        "put": {"kind": "builtin.long_term_memory.write"},
+        "find": {"kind": "builtin.long_term_memory.search"},
+    }
+    find = {"id": "find", "uses": "action:find", "with": {"query": "boats"}}
+    file = place.workflow(
+        "search",
+        [find, gate(place, "bad", "ok", needs=["find"], failure="continue")],
+        actions={**GATE, **kinds},
+        memory={"longTerm": {"namespace": "n"}},
+    )
+    source = place.go(file, code=4)
+    assert place.json("memory", "put", "k", "boats on a lake", "--namespace", "n").code == 0
+    place.text("ok", "")
+    # Reused, it says what it said; executed again, it says what there is now.
+    kept = place.derive("retry", file, source, "--failed")
+    assert {task["taskId"]: task for task in place.record(kept["runId"])["tasks"]}["find"]["output"]["count"] == 0
+    options = ("--from", "find", "--restart-successful")
+    plan = place.plan("repair", file, source, *options)
+    assert any("long-term memory" in text for text in plan["warnings"])
+    fresh = place.derive("repair", file, source, *options)
+    assert {task["taskId"]: task for task in place.record(fresh["runId"])["tasks"]}["find"]["output"]["count"] == 1
+
+
+def nested(place: Place) -> str:
+    """Calls in calls: an inner one makes a file, tells the ledger, remembers, and fails until there is a file `ok`."""
+    make = {
+        "kind": "builtin.shell.exec",
+        "command": "sh",
+        "args": ["-c", "mkdir -p out && echo made >> out/made.txt"],
+        "artifacts": ["out/made.txt"],
+    }
+    inner: dict[str, Any] = {
+        "version": "1.0.0",
+        "inputs": {"name": "nobody"},
+        "inputSchema": {"type": "object"},
+        "outputSchema": {"type": "object"},
+        "tasks": [
+            {"id": "make", "uses": "action:make"},
+            {"id": "keep", "uses": "action:remember", "with": {"key": "who", "value": "${{ inputs.name }}"}},
+            {
+                **place.tick_task("tell", idempotent=False, needs=["make"]),
+                "with": {"args": [str(place.ledger), "${{ inputs.name }}", "0"]},
+            },
+            gate(place, "bad", "ok", needs=["tell", "keep"]),
+        ],
+        "outputs": {"who": "${{ memory.who }}", "code": "${{ tasks.bad.output.exitCode }}"},
+    }
+    outer = {
+        "version": "1.0.0",
+        "inputs": {"names": "x"},
+        "inputSchema": {"type": "object"},
+        "outputSchema": {"type": "object"},
+        "tasks": [
+            {"id": "in", "uses": "workflow:inner", "with": {"name": "${{ inputs.names }}"}},
+            place.tick_task("after", idempotent=False, needs=["in"]),
+        ],
+        "outputs": {"inner": "${{ tasks.in.output }}"},
+    }
+    return place.workflow(
+        "nested",
+        [
+            place.tick_task("before", idempotent=False),
+            {"id": "out", "uses": "workflow:outer", "needs": ["before"], "with": {"names": "ada"}},
+            place.tick_task("last", idempotent=False, needs=["out"]),
+        ],
+        actions={**GATE, "make": make, "remember": {"kind": "builtin.memory.write"}},
+        subworkflows={"inner": inner, "outer": outer},
+        policy={"approval": "never", "processAllowlist": ["sh", "tick"], "writableRoots": ["out"]},
+    )
+
+
+def test_inside_of_nested_calls(place: Place) -> None:
+    """Retry, approval, artifacts and memory in the second level; the boundaries are proven like all other tasks."""
+    file = nested(place)
+    source = place.go(file, code=4)
+    assert place.labels() == ["before", "ada", "bad"]
+    plan = place.plan("retry", file, source, "--failed")
+    assert plan["retryRoots"] == ["out--in--bad"]
+    assert plan["rerunTasks"] == ["out--in--bad", "out--in", "out--after", "out", "last"]
+    assert {"out--in--make", "out--in--tell", "out--in--keep"} <= set(plan["reusedTasks"])
+    place.text("ok", "")
+    outcome = place.derive("retry", file, source, "--failed")
+    assert outcome["output"]["out"] == {"inner": {"who": "ada", "code": 0}}
+    assert place.labels()[3:] == ["bad", "after", "last"]
+    assert [(item["taskId"], item["sourceTaskId"]) for item in outcome["artifacts"]] == [("out--in--make",) * 2]
+    assert (place.folder / "out" / "made.txt").read_text() == "made\n"
+
+    careful = place.edit(file, "careful.yaml", (("spec", "policy", "approval"), "mutations"))
+    asked = place.derive("repair", careful, source, "--from", "out--in--bad", code=3)
+    while asked["state"] == "paused":
+        approval = place.record(asked["runId"])["approvals"][0]["approvalId"]
+        assert place.json("approvals", "approve", approval, "--actor", "me", "--reason", "fine").code == 0
+        asked = {**asked, **place.json("resume", asked["runId"]).data}
+    assert asked["state"] == "succeeded"
+    assert place.labels()[6:] == ["bad", "after", "last"]
+    place.assert_sound()
+
+
+def test_a_run_that_was_cancelled_inside_of_a_call(place: Place) -> None:
+    """What the cancel left open has to be reconciled; then the retry takes up whatever was not done."""
+    file = nested(place)
+    slow = place.edit(
+        file, "slow.yaml", (("spec", "subworkflows", "inner", "tasks", 3, "with", "args", 1), "test -e ok || sleep 60")
+    )
+    process = place.start("run", slow, "--output", "json")
+    running = "SELECT 1 FROM effects WHERE status = 'started' AND task_id = 'out--in--bad'"
+    wait_until(lambda: bool(place.rows(running)), "the inner command runs")
+    source = place.scalar("SELECT run_id FROM runs")
+    assert place.json("cancel", source).code == 0
+    assert process.wait().code == 130
+    place.text("ok", "")
+    plan = place.plan("retry", slow, source, "--failed", compatible=False)
+    assert [(item["taskId"], item["rule"]) for item in plan["blockedReuse"]] == [
+        ("out--in--bad", "unreconciled_effect")
+    ]
+    assert plan["freshEffectSummary"]["uncertainSourceEffects"] == 1
+    [effect] = place.rows("SELECT effect_id FROM effects WHERE status = 'uncertain'")
+    options = ("--status", "not-applied", "--reason", "it only slept", "--approved")
+    assert place.json("effects", "reconcile", effect[0], *options).code == 0
+    outcome = place.derive("retry", slow, source, "--failed")
+    assert outcome["state"] == "succeeded"
+    assert place.labels() == ["before", "ada", "after", "last"]
+
+
+def test_a_changed_inner_workflow_is_found_at_its_tasks(place: Place) -> None:
+    file = nested(place)
+    source = place.go(file, code=4)
+    changed = place.edit(file, "changed.yaml", (("spec", "subworkflows", "inner", "inputs"), {"name": "n", "more": 1}))
+    plan = place.plan("repair", changed, source, "--from", "out--in--bad", compatible=False)
+    rules = {block["taskId"]: block["rule"] for block in plan["blockedReuse"]}
+    boundary = next(name for name in rules if name.startswith("out--in--inputs-"))
+    assert rules[boundary] == "definition_fingerprint_mismatch"
+    assert {block["suggestedRepairRoots"][0] for block in plan["blockedReuse"]} == {boundary}
