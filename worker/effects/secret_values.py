@@ -1,7 +1,8 @@
-"""Secret references of an action's `env`, resolved at the last moment (contract 1.9 and 11.2).
+"""Secret references, resolved at the last moment (contract 1.9 and 11.2).
 
-A value goes into the environment of one process and nowhere else. What is recorded is its digest and a
-description of its source; what a process prints is cleaned of it.
+A value goes into the environment of one process, or into the header of a request, and nowhere else. What is recorded is
+its digest and a description of its source. Every value that was read is known to `worker.redaction` from then on: what
+this process records and logs is cleaned of it.
 """
 
 from __future__ import annotations
@@ -22,10 +23,10 @@ from agentctl.store.policy import (
     secret_process_allowed,
 )
 
+from ..redaction import Redactor, known
 from . import process
 
 MAX_SECRET_BYTES: Final = 65536
-REDACTED: Final = b"[REDACTED]"
 
 
 @dataclass(frozen=True, slots=True, repr=False)
@@ -55,6 +56,11 @@ def resolve_secret(reference: Mapping[str, Any], policy: Policy, workspace: str)
 def _from_environment(name: str, policy: Policy) -> Secret:
     if not environment_allowed(policy, name):
         raise TaskFault("policy_denied", f"the variable {name} is not in policy.environmentAllowlist")
+    return from_variable(name)
+
+
+def from_variable(name: str) -> Secret:
+    """The value of an environment variable, whose use the caller has seen to. Raises `secret_unavailable`."""
     value = os.environb.get(os.fsencode(name))
     if value is None:
         raise _unavailable(f"env:{name}", "the variable is not set for this worker")
@@ -120,6 +126,7 @@ def _checked(source: str, value: bytes) -> Secret:
         raise _unavailable(source, f"it has more than {MAX_SECRET_BYTES} bytes")
     if b"\0" in value:
         raise _unavailable(source, "it contains a zero byte")
+    known.learn(value)
     return Secret(source, value)
 
 
@@ -128,8 +135,5 @@ def _unavailable(source: str, why: str) -> TaskFault:
 
 
 def redact(data: bytes, secrets: list[bytes]) -> bytes:
-    """`data` with each secret value replaced by `[REDACTED]`, longer values first."""
-    for value in sorted(set(secrets), key=len, reverse=True):
-        if value:
-            data = data.replace(value, REDACTED)
-    return data
+    """`data` with each secret value, in all its forms, replaced by `[REDACTED]`."""
+    return Redactor(secrets).bytes(data)
