@@ -154,7 +154,11 @@ def _submit(
     from agentctl.coordinator.submission import submit as submit_run
     from agentctl.store.clock import SystemIds
 
+    from .preflight import preflight
+
     document, plan, inputs, base = prepared
+    if not check:  # check mode talks to nobody
+        preflight(document, plan, base)
     store = open_store(settings, create=True)
     try:
         if keeps_artifacts(plan):

@@ -462,13 +462,14 @@ def test_a_cancel_closes_the_connection(kind: str, where: str, server: ModelServ
         (Play(body=b'{"id": ' + b"[" * 100 + b"]" * 100 + b"}"), "provider_malformed"),
         (Play(text="", calls=[("c1", "look", '{"path":"a')]), "provider_malformed"),
         (Play(text="", calls=[("c1", "look", '["a"]')]), "provider_malformed"),
+        (Play(text="", calls=[("c1", "look", "{}"), ("c1", "look", "{}")]), "provider_malformed"),
         (Play(finish="something new"), "provider_malformed"),
         (Play(headers={"Content-Encoding": "gzip"}), "provider_malformed"),
         (Play(status=204, body=b""), "provider_malformed"),
     ],
     ids=[
         *("dropped", "cut", "half-json", "empty", "html", "list", "object", "surrogate", "nan", "1e400", "deep"),
-        *("half-arguments", "list-as-arguments", "unknown-finish", "gzip", "no-content"),
+        *("half-arguments", "list-as-arguments", "same-id-twice", "unknown-finish", "gzip", "no-content"),
     ],
 )
 def test_an_answer_that_is_lost_or_not_whole_is_uncertain(

@@ -44,19 +44,43 @@ class Secret:
 
 def resolve_secret(reference: Mapping[str, Any], policy: Policy, workspace: str) -> Secret:
     """Read what a secret reference points to. Raises `policy_denied` or `secret_unavailable`."""
-    if "env" in reference:
-        return _from_environment(str(reference["env"]), policy)
-    if "file" in reference:
-        return _from_file(str(reference["file"]), policy, workspace)
-    if isinstance(reference.get("process"), Mapping):
-        return _from_process(reference["process"], policy, workspace)
+    kind, value = _source(reference)
+    require_permitted(reference, policy, workspace)
+    if kind == "env":
+        return from_variable(str(value))
+    if kind == "file":
+        return _from_file(str(value), _resolved(str(value), workspace))
+    return _from_process(value, workspace)
+
+
+def require_permitted(reference: Mapping[str, Any], policy: Policy, workspace: str) -> None:
+    """Raise `policy_denied` when the policy does not let a reference be read (contract 11.2). Reads nothing."""
+    kind, value = _source(reference)
+    if kind == "env":
+        if not environment_allowed(policy, str(value)):
+            raise TaskFault("policy_denied", f"the variable {value} is not in policy.environmentAllowlist")
+    elif kind == "file":
+        path = str(value)
+        refuse_dotdot(path)
+        resolved = _resolved(path, workspace)
+        roots = [os.path.realpath(os.path.join(workspace, root)) for root in policy.secret_file_roots]
+        if not any(is_inside(resolved, root) for root in roots):
+            raise TaskFault("policy_denied", f"the secret file {path!r} is not under policy.secretFileRoots")
+    elif not secret_process_allowed(policy, str(value.get("command", ""))):
+        raise TaskFault("policy_denied", f"{value.get('command')!r} is not in policy.secretProcessAllowlist")
+
+
+def _source(reference: Mapping[str, Any]) -> tuple[str, Any]:
+    """The one field of a reference that is set; the other two may be there and be null."""
+    for kind in ("env", "file", "process"):
+        value = reference.get(kind)
+        if isinstance(value, Mapping if kind == "process" else str):
+            return kind, value
     raise TaskFault("invalid_input", "a secret reference has one of env, file and process")
 
 
-def _from_environment(name: str, policy: Policy) -> Secret:
-    if not environment_allowed(policy, name):
-        raise TaskFault("policy_denied", f"the variable {name} is not in policy.environmentAllowlist")
-    return from_variable(name)
+def _resolved(path: str, workspace: str) -> str:
+    return os.path.realpath(os.path.join(workspace, path))
 
 
 def from_variable(name: str) -> Secret:
@@ -67,13 +91,8 @@ def from_variable(name: str) -> Secret:
     return _checked(f"env:{name}", value)
 
 
-def _from_file(path: str, policy: Policy, workspace: str) -> Secret:
+def _from_file(path: str, resolved: str) -> Secret:
     source = f"file:{path}"
-    refuse_dotdot(path)
-    resolved = os.path.realpath(os.path.join(workspace, path))
-    roots = [os.path.realpath(os.path.join(workspace, root)) for root in policy.secret_file_roots]
-    if not any(is_inside(resolved, root) for root in roots):
-        raise TaskFault("policy_denied", f"the secret file {path!r} is not under policy.secretFileRoots")
     try:
         descriptor = os.open(resolved, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
         try:
@@ -87,11 +106,9 @@ def _from_file(path: str, policy: Policy, workspace: str) -> Secret:
     return _checked(source, _without_newline(value))
 
 
-def _from_process(spec: Mapping[str, Any], policy: Policy, workspace: str) -> Secret:
+def _from_process(spec: Mapping[str, Any], workspace: str) -> Secret:
     command = str(spec.get("command", ""))
     source = f"process:{command}"
-    if not secret_process_allowed(policy, command):
-        raise TaskFault("policy_denied", f"{command!r} is not in policy.secretProcessAllowlist")
     executable = process.resolve(command)
     if executable is None:
         raise _unavailable(source, "there is no such program")

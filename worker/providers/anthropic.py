@@ -8,7 +8,7 @@ from typing import Any, Final
 from agentctl.store.policy import Policy
 
 from . import Call, FinishReason, ModelRequest, ModelResponse, ToolCall, Usage
-from .exchange import Exchange, Malformed, a_list, a_text, an_object, estimated, units
+from .exchange import Exchange, Malformed, a_list, a_text, an_object, distinct, estimated, units
 from .openai import result_text
 from .registry import ResolveSecret
 
@@ -122,7 +122,7 @@ def _read(answer: dict[str, Any], usage: Usage | None, request: ModelRequest) ->
     return ModelResponse(
         response_id=a_text(answer.get("id"), "the id of the answer"),
         text=text,
-        tool_calls=tuple(calls),
+        tool_calls=distinct(calls),
         assistant_content=tuple(blocks),
         continuation={"kind": "conversation", "value": None},
         usage=usage or estimated(request, text, [dict(c.input) for c in calls]),

@@ -13,7 +13,7 @@ from agentctl.store.canonical import canonical
 from agentctl.store.policy import Policy
 
 from . import Call, FinishReason, ModelRequest, ModelResponse, ToolCall, Usage
-from .exchange import Declined, Exchange, Malformed, a_list, a_text, an_object, arguments_of, estimated, units
+from .exchange import Declined, Exchange, Malformed, a_list, a_text, an_object, arguments_of, distinct, estimated, units
 from .openai import OUTPUT_NAME, result_text
 from .registry import ResolveSecret
 
@@ -139,7 +139,7 @@ def _read(answer: dict[str, Any], usage: Usage | None, request: ModelRequest) ->
     return ModelResponse(
         response_id=str(answer.get("id") or ""),
         text=text,
-        tool_calls=tuple(calls),
+        tool_calls=distinct(calls),
         assistant_content=tuple(blocks),
         continuation={"kind": "conversation", "value": None},
         usage=usage or estimated(request, text, [dict(c.input) for c in calls]),

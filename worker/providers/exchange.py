@@ -20,7 +20,7 @@ from agentctl.store.policy import Policy
 
 from ..network import Guard, Resolver, system_resolver, target_of, tls_context
 from ..redaction import Redactor
-from . import Call, ModelRequest, ProviderFault, Usage
+from . import Call, ModelRequest, ProviderFault, ToolCall, Usage
 from .registry import ResolveSecret
 
 if TYPE_CHECKING:
@@ -446,6 +446,14 @@ def arguments_of(text: Any, name: str) -> dict[str, Any]:
     except JsonError as error:
         raise Malformed(f"the arguments of the call of {name} are not whole: {error.message}") from error
     return an_object(value, f"the argument of the call of {name}")
+
+
+def distinct(calls: Sequence[ToolCall]) -> tuple[ToolCall, ...]:
+    """Calls that can be told apart: results are given back by their ids. Raises `Malformed`."""
+    identities = [call.id for call in calls]
+    if "" in identities or len(set(identities)) != len(identities):
+        raise Malformed("two of its calls have the same id, or one has none")
+    return tuple(calls)
 
 
 def units(usage: Mapping[str, Any], *path: str) -> int:

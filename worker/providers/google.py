@@ -13,7 +13,7 @@ from urllib.parse import quote, urlsplit, urlunsplit
 from agentctl.store.policy import Policy
 
 from . import Call, FinishReason, ModelRequest, ModelResponse, ToolCall, Usage
-from .exchange import Exchange, Malformed, a_list, a_text, an_object, estimated, units
+from .exchange import Exchange, Malformed, a_list, a_text, an_object, distinct, estimated, units
 from .registry import ResolveSecret
 
 SIGNATURE: Final = "thoughtSignature"
@@ -196,7 +196,7 @@ def _response(
     finish: FinishReason,
 ) -> ModelResponse:
     continuation = {"kind": "conversation", "value": None}
-    return ModelResponse(identity, text, tuple(calls), tuple(blocks), continuation, usage, finish)
+    return ModelResponse(identity, text, distinct(calls), tuple(blocks), continuation, usage, finish)
 
 
 def _usage(value: Any) -> Usage | None:

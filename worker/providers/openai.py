@@ -21,6 +21,7 @@ from .exchange import (
     a_text,
     an_object,
     arguments_of,
+    distinct,
     estimated,
     keeps_strictness,
     units,
@@ -204,7 +205,7 @@ def _read(answer: dict[str, Any], usage: Usage | None, request: ModelRequest) ->
     return ModelResponse(
         response_id=identity,
         text=text,
-        tool_calls=tuple(calls) if finish == "tool_calls" else (),
+        tool_calls=distinct(calls) if finish == "tool_calls" else (),
         assistant_content=tuple(blocks),
         continuation=(
             {"kind": "openai_previous_response", "value": identity}
