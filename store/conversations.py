@@ -55,9 +55,7 @@ def forget_call(tx: Connection, run_id: str, effect_id: str, operation: str) -> 
         tx.execute("DELETE FROM tool_calls WHERE run_id = ? AND effect_id = ?", (run_id, effect_id))
 
 
-def put_session(
-    tx: Connection, run_id: str, task_id: str, effect_id: str, session: SessionUpdate, *, now: int
-) -> None:
+def put_session(tx: Connection, run_id: str, task_id: str, effect_id: str, session: SessionUpdate, *, now: int) -> None:
     """Remember where the conversation of a task stands. The confirmation of the answer belongs to the transaction."""
     tx.execute(
         "INSERT INTO provider_sessions (run_id, task_id, format_version, provider, attempt, effect_id, "

@@ -18,6 +18,7 @@ from .records import (
     Event,
     Fence,
     RecordedEffect,
+    RecordedStep,
     StartedEffect,
     StartRefused,
 )
@@ -205,9 +206,7 @@ def end(
         ),
     ).fetchone()
     operation = _moved(row, finish.effect_id)
-    conversations.end_call(
-        tx, run_id, finish.effect_id, operation, finish.status, finish.result_json, now=now
-    )
+    conversations.end_call(tx, run_id, finish.effect_id, operation, finish.status, finish.result_json, now=now)
     if finish.memory is not None and finish.status == "succeeded":
         long_term.put(tx, finish.memory, now=now)
     if finish.session is not None and finish.status == "succeeded":
@@ -292,6 +291,30 @@ def abandon(tx: Connection, attempt_ids: list[int], events: list[Event], *, now:
             Event("effect.cancelled", task_id, canonical({"effectId": effect_id, "reason": "attempt_closed"}))
             for effect_id, task_id in rows
         )
+
+
+def recorded(tx: Connection, attempt_id: int) -> dict[int, RecordedStep]:
+    """Steps of an attempt whose result is known, by ordinal: confirmed, or reconciled as applied (contract 5.3).
+
+    Raises `IncompatibleVersion`.
+    """
+    found: dict[int, RecordedStep] = {}
+    for ordinal, effect_id, version, status, result_json in all_rows(
+        tx.execute(
+            "SELECT ordinal, effect_id, format_version, status, result_json FROM effects "
+            "WHERE attempt_id = ? AND status IN ('succeeded', 'uncertain') ORDER BY ordinal",
+            (attempt_id,),
+        )
+    ):
+        if version > EFFECT_FORMAT_VERSION:
+            raise IncompatibleVersion(f"effect {effect_id} has format {version}; upgrade agentctl")
+        if status == "uncertain":
+            said = reconciliations.latest(tx, effect_id)
+            if said is None or said[1] != "applied":
+                continue
+            result_json = said[2]
+        found[ordinal] = RecordedStep(effect_id, result_json)
+    return found
 
 
 def expected_of(tx: Connection, attempt_id: int, ordinal: int) -> str | None:

@@ -56,6 +56,7 @@ from .records import (
     NewRun,
     ProcessRow,
     RecordedEffect,
+    RecordedStep,
     Run,
     RunDocuments,
     StartedEffect,
@@ -511,6 +512,11 @@ class Store:
         """What an earlier delivery recorded as expected for this ordinal."""
         with self.database.read() as tx:
             return effects.expected_of(tx, attempt_id, ordinal)
+
+    def recorded_steps(self, attempt_id: int) -> dict[int, RecordedStep]:
+        """The effects of an attempt whose results are known, by ordinal."""
+        with self.database.read() as tx:
+            return effects.recorded(tx, attempt_id)
 
     def stream_event(self, fence: Fence, effect_id: str, event: dict[str, Any]) -> bool:
         """Store an event of a streamed answer, before more of it is read; see `conversations.append_event`.

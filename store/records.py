@@ -236,6 +236,14 @@ class RecordedEffect:
 
 
 @record
+class RecordedStep:
+    """An effect of an attempt whose result is known. `result_json` is canonical."""
+
+    effect_id: str
+    result_json: str | None
+
+
+@record
 class AttemptHeld:
     """The delivery is over: the attempt waits for `approval` or `budget`, and its worker is free."""
 

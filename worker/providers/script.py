@@ -63,7 +63,7 @@ class Script:
 
 
 def read_script(path: str, policy: Policy, workspace: str) -> Script:
-    """Read and check a script below the workspace. Raises `TaskFault`: `policy_denied`, `not_found`, `invalid_input`."""
+    """Read and check a script below the workspace. Raises `TaskFault` (`policy_denied`, `not_found`, `invalid_input`)."""
     refuse_dotdot(path)
     resolved = os.path.realpath(os.path.join(workspace, path))
     if not readable(resolved, workspace):
@@ -104,7 +104,9 @@ def _object(value: Any, where: str, known: frozenset[str] | set[str]) -> dict[st
         raise _wrong(where, "an object")
     for name in value:
         if name not in known:
-            raise TaskFault("invalid_input", f"{where} has an unknown field {name!r}; known: {', '.join(sorted(known))}")
+            raise TaskFault(
+                "invalid_input", f"{where} has an unknown field {name!r}; known: {', '.join(sorted(known))}"
+            )
     return value
 
 
