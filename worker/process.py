@@ -138,7 +138,9 @@ class Worker:
         )
         self._listener = self._store.wakes.listen(config.process_id)
         self._watch = Watch(config.path, clock, self._timing, config.process_id, self._listener, parent_sentinel)
-        self._runner = AttemptRunner(self._store, clock, self._timing, faults, self._watch.token)
+        self._runner = AttemptRunner(
+            self._store, clock, self._timing, faults, self._watch.token, lambda: self._watch.drain
+        )
         self._ids: IdSource = SystemIds(clock)
         self._ahead: Prepared | None = None
         self._reach = 1
