@@ -6,13 +6,13 @@ Only what the tasks to be executed can reach is looked at: a provider that no su
 from __future__ import annotations
 
 import os
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from agentctl.coordinator.definition import LoadedDocument
-    from agentctl.coordinator.plan import Plan
+    from agentctl.coordinator.plan import CompiledTask, Plan
     from agentctl.worker.preflight import Service
 
 
@@ -23,9 +23,12 @@ def preflight(document: LoadedDocument, plan: Plan, base: Path, tasks: Collectio
     Raises `PolicyError` (exit 3), `PrerequisiteError` (exit 6) and `UsageError`. Costs nothing without remote services.
     """
     spec = document.workflow["spec"]
-    agents, actions = _reached(spec, plan, tasks)
+    if not any(spec[place] for place in ("agents", "mcpServers", "a2aPeers")) and not _with_secrets(spec["actions"]):
+        return  # nothing of the kind is declared, and a plan may have many tasks to look through
+    executed = [task for task in plan.tasks.values() if tasks is None or task.id in tasks]
+    agents, actions = _reached(spec, executed)
     commands = [name for name in actions if spec["actions"][name].get("env")]
-    names = _peers(spec, plan, tasks, actions)
+    names = peers_of(spec, executed, actions)
     if not agents and not commands and not names:
         return
     from agentctl.store.clock import SystemClock
@@ -45,7 +48,7 @@ def preflight(document: LoadedDocument, plan: Plan, base: Path, tasks: Collectio
         service = provider_service(name, spec["providers"][name])
         if service is not None:
             services.append(service)
-    services += _remote(spec, names)
+    services += services_of(spec, names)
     guard = Guard(SystemClock().monotonic)
     for service in services:
         require(service, policy, workspace, guard, proxied=is_proxied(service.url, plan.policy))
@@ -60,13 +63,15 @@ def is_proxied(url: str, policy: Mapping[str, Any]) -> bool:
     return proxy_of(target_of(url), os.environ) is not None
 
 
-def _reached(spec: Mapping[str, Any], plan: Plan, tasks: Collection[str] | None) -> tuple[list[str], list[str]]:
+def _with_secrets(actions: Mapping[str, Any]) -> bool:
+    return any(action.get("env") for action in actions.values())
+
+
+def _reached(spec: Mapping[str, Any], tasks: Iterable[CompiledTask]) -> tuple[list[str], list[str]]:
     """The agents and the actions that tasks use, those of the agents' tools included; each once, in a stable order."""
     agents: set[str] = set()
     actions: set[str] = set()
-    for task in plan.tasks.values():
-        if tasks is not None and task.id not in tasks:
-            continue
+    for task in tasks:
         if task.uses_kind == "agent":
             agents.add(task.uses_name)
         elif task.uses_kind == "action":
@@ -83,14 +88,14 @@ _PLACES = {"mcp.call": ("server", "mcpServers", "url"), "a2a.delegate": ("peer",
 """Action kind to the field that names the service, where services are declared, and the field with their URL."""
 
 
-def _peers(
-    spec: Mapping[str, Any], plan: Plan, tasks: Collection[str] | None, actions: Collection[str]
+def peers_of(
+    spec: Mapping[str, Any], tasks: Iterable[CompiledTask], actions: Collection[str]
 ) -> set[tuple[str, str]]:
-    """(kind of action, name) of the MCP servers and A2A peers that are called."""
+    """(kind of action, name) of the MCP servers and A2A peers that tasks and actions call."""
     found: set[tuple[str, str]] = set()
-    for task in plan.tasks.values():
+    for task in tasks:
         kind = task.action_kind
-        if kind in _PLACES and (tasks is None or task.id in tasks):
+        if kind is not None and kind in _PLACES:
             found.add((kind, str(task.input.get(_PLACES[kind][0]))))
     for name in actions:
         action = spec["actions"][name]
@@ -99,7 +104,8 @@ def _peers(
     return found
 
 
-def _remote(spec: Mapping[str, Any], names: Collection[tuple[str, str]]) -> Iterator[Service]:
+def services_of(spec: Mapping[str, Any], names: Collection[tuple[str, str]]) -> Iterator[Service]:
+    """The declared servers and peers of these names."""
     from agentctl.worker.preflight import Service
 
     for kind, name in sorted(names):

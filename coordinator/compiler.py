@@ -602,9 +602,6 @@ class _Compiler:
     def check_action_features(self, name: str) -> None:
         action = self.spec.actions[name]
         path: Path = ("spec", "actions", name)
-        if action.env:
-            hint = "pass plain values in the task's with.env, or let the program read the secret itself"
-            self.unsupported("a secret reference in the env of an action", (*path, "env"), hint)
         for index, pattern in enumerate(action.artifacts):
             self.check_artifact(pattern, (*path, "artifacts", index))
         if action.isolation == "container":

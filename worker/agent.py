@@ -48,6 +48,7 @@ from agentctl.store.timing import Timing
 from .attempt import AttemptRunner, Ending, RunSettings, refused
 from .effects import Declared, EffectContext, EffectOutcome, EffectPlan, Several, Written
 from .providers import Call, ModelRequest, ModelResponse, Provider, ProviderFault, ToolCall, Usage
+from .redaction import known as known_secrets
 from .tools import Checks, ToolStep, keeps_something, policy_name, tool_plan, tool_specs
 
 if TYPE_CHECKING:
@@ -157,7 +158,8 @@ class _Delivery:
         return self._without_retry(ending) if self._bound else ending
 
     def _failed(self, fault: TaskFault) -> Ending:
-        return Ending(AttemptEnd("failed", error_json=canonical(fault.as_json())), self._pending)
+        error = known_secrets.redactor.json(fault.as_json())
+        return Ending(AttemptEnd("failed", error_json=canonical(error)), self._pending)
 
     @staticmethod
     def _without_retry(ending: Ending) -> Ending:
@@ -476,9 +478,12 @@ class _Delivery:
             provider = self._agents.provider(self._claim.run_id, self._provider, self._settings)
             with self._limited(self._agent["timeoutSeconds"]):
                 response = provider.complete(asked, call)
-            result_json = canonical(response.as_json())
+            recorded = known_secrets.redactor.json(response.as_json())
+            result_json = canonical(recorded)
             if (problem := answers.answer_problem(loads(result_json))) is not None:
                 raise ProviderFault("provider_malformed", f"the answer cannot be used: {problem}", sent="unknown")
+            if recorded != response.as_json():  # it goes on with what is recorded, as a later delivery would
+                response = response_of(result_json)
             outcome = None
         except ProviderFault as fault:
             outcome = outcome_of(fault)
@@ -607,7 +612,8 @@ class _Events:
         if not self._more:
             return
         try:
-            self._more = self._store.stream_event(self._claim.fence, self._effect, dict(event))
+            cleaned = known_secrets.redactor.json(dict(event))
+            self._more = self._store.stream_event(self._claim.fence, self._effect, cleaned)
         except LeaseLost as error:
             self._lost = error
             raise

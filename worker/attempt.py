@@ -10,6 +10,7 @@ import logging
 import os
 from collections import OrderedDict
 from collections.abc import Callable
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from agentctl.store import policy as policies
@@ -35,7 +36,9 @@ from agentctl.store.records import (
 from agentctl.store.states import LEAVES_NO_TRACE, may_repeat
 from agentctl.store.timing import Timing
 
+from . import run_secrets
 from .effects import Done, EffectContext, EffectOutcome, EffectPlan, Keeps, Work, prepare
+from .redaction import known as known_secrets
 from .watch import Token
 
 if TYPE_CHECKING:
@@ -128,7 +131,7 @@ class AttemptRunner:
         except LeaseLost:
             raise
         except TaskFault as fault:
-            return Ending(AttemptEnd("failed", error_json=canonical(fault.as_json())))
+            return Ending(AttemptEnd("failed", error_json=canonical(known_secrets.redactor.json(fault.as_json()))))
         except ConflictError as error:
             changed = TaskFault("effect_identity_changed", error.message)
             return Ending(AttemptEnd("failed", error_json=canonical(changed.as_json())))
@@ -143,7 +146,7 @@ class AttemptRunner:
     def prepare(self, candidate: Candidate) -> Prepared | None:
         """Get ready for an attempt that nobody holds yet, so that its claim and the start of its effect can be one
         transaction. None for everything that has to be told in the attempt itself (no effect, a fault)."""
-        if candidate.input_json.startswith('{"agent":'):
+        if candidate.input_json.startswith('{"agent":') or self._takes_secrets(candidate):
             return None
         try:
             planned = self._plan(candidate, None)
@@ -195,10 +198,17 @@ class AttemptRunner:
         expected: dict[str, Any] | None = None if text is None else loads(text)
         return expected
 
+    def _takes_secrets(self, candidate: Candidate) -> bool:
+        """Whether the action reads secrets: not ahead of time, for an attempt that nobody holds."""
+        action = self.settings(candidate.run_id).actions[loads(candidate.input_json)["action"]]
+        return bool(action.get("env"))
+
     def _work(self, attempt: Claim | Candidate, recorded: dict[str, Any] | None) -> Work:
         settings = self.settings(attempt.run_id)
         content = loads(attempt.input_json)
         action = settings.actions[content["action"]]
+        if settings.check and action.get("env"):
+            action = run_secrets.without_secrets(action, settings.policy, settings.workspace)
         return Work(
             task_id=attempt.task_id,
             action_name=content["action"],
@@ -235,6 +245,7 @@ class AttemptRunner:
                 data.get("longTerm"),
                 data.get("models"),
             )
+            run_secrets.learn(data, policy, workspace)
             self._known[run_id] = settings
             if len(self._known) > KNOWN_RUNS:
                 self._known.popitem(last=False)
@@ -317,7 +328,11 @@ class AttemptRunner:
         return Ending(ending.attempt, effect)
 
     def ended(self, request: EffectRequest, started: StartedEffect, outcome: EffectOutcome) -> Ending:
-        """What the outcome of a dispatch means for its effect and, if that is the only one, for its attempt."""
+        """What the outcome of a dispatch means for its effect and, if that is the only one, for its attempt.
+
+        Here every outcome passes before it is recorded, and is cleaned of the secrets that this worker knows.
+        """
+        outcome = cleaned(outcome)
         name, dispatch = request.effect_id, started.dispatch
         notes = canonical(outcome.notes) if outcome.notes else None
         result_json: str | None = None
@@ -360,6 +375,19 @@ class AttemptRunner:
             return Ending(AttemptEnd("uncertain", result_effect=name, error_json=error_json), end)
         end = EffectEnd(name, "failed", result_json, error_json, notes, dispatch, outcome.usage)
         return Ending(AttemptEnd("failed", error_json=error_json), end)
+
+
+def cleaned(outcome: EffectOutcome) -> EffectOutcome:
+    """An outcome without any secret that this worker knows (contract 11.2)."""
+    redactor = known_secrets.redactor
+    if not redactor:
+        return outcome
+    return replace(
+        outcome,
+        result=redactor.json(outcome.result),
+        error=redactor.json(outcome.error),
+        notes=redactor.json(outcome.notes),
+    )
 
 
 def _recorded(request: EffectRequest, answer: RecordedEffect) -> Ending:

@@ -22,6 +22,7 @@ from agentctl.store.records import AttemptHeld, Claim, EffectEnd, SourceFile, St
 
 from .effects import CancelToken, Declared, Keeps, Several, Written
 from .effects.artifacts import Found, as_recorded, find, open_found, require_unchanged
+from .redaction import holds_secret
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,6 +147,8 @@ class Ingestion:
         def stage() -> Staged:
             descriptor = open_found(item, declared)
             try:
+                if holds_secret(descriptor, item.size):
+                    raise TaskFault("artifact_secret", "it holds a secret of this run, and nothing keeps a copy of one")
                 staged = self._artifacts.blobs.stage_file(descriptor, item.size, lambda: self._token.cancelled)
             except TaskFault as fault:
                 raise TaskFault(fault.code, f"{item.path!r}: {fault.args[0]}", details={"path": item.path}) from fault

@@ -10,6 +10,7 @@ from __future__ import annotations
 import base64
 import json
 import logging
+import os
 import threading
 from collections.abc import Iterable
 from typing import Any, Final
@@ -17,6 +18,7 @@ from urllib.parse import quote
 
 REDACTED: Final = "[REDACTED]"
 MIN_ENCODED: Final = 8
+PIECE_BYTES: Final = 1_048_576
 
 
 def forms(value: bytes) -> frozenset[bytes]:
@@ -73,6 +75,11 @@ class Redactor:
                 data = data.replace(form, REDACTED.encode())
         return data
 
+    def long_forms(self) -> list[bytes]:
+        """The forms of values that are long enough not to turn up by chance, longest first."""
+        values = (value for value in self._values if len(value) >= MIN_ENCODED)
+        return sorted({form for value in values for form in forms(value)}, key=len, reverse=True)
+
     def text(self, text: str) -> str:
         """`text` without any form of a secret."""
         for form in self._texts:
@@ -114,6 +121,24 @@ class _Known:
 
 
 known: Final = _Known()
+
+
+def holds_secret(descriptor: int, size: int) -> bool:
+    """Whether an open file holds a known secret of at least `MIN_ENCODED` bytes, in any form. Its position stays."""
+    wanted = known.redactor.long_forms()
+    if not wanted:
+        return False
+    overlap, offset, rest = len(wanted[0]) - 1, 0, b""
+    while offset < size:
+        piece = os.pread(descriptor, min(PIECE_BYTES, size - offset), offset)
+        if not piece:
+            return False
+        window = rest + piece
+        if any(form in window for form in wanted):
+            return True
+        rest = window[-overlap:] if overlap else b""
+        offset += len(piece)
+    return False
 
 
 class LogFilter(logging.Filter):

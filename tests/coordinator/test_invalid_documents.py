@@ -231,7 +231,6 @@ USED_ACTIONS = [
         "protocolVersion: agentctl.dev/process-extension/v1}",
         "extension.process",
     ),
-    ("spec.actions.x.env", "{kind: builtin.shell.exec, command: x, env: {A: {env: B}}}", "secret reference"),
     (
         "spec.actions.x.isolation",
         "{kind: builtin.shell.exec, command: x, isolation: container, container: {image: 'sha256:" + "a" * 64 + "'}}",

@@ -12,6 +12,7 @@ import select
 import socket
 import ssl
 import threading
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -53,18 +54,19 @@ class Seen:
     path: str
     headers: Mapping[str, str]
     body: Any
+    at: float
 
 
 class ModelServer:
     """The server and what it has seen. `url` is the address alone."""
 
-    def __init__(self, *, tls: ssl.SSLContext | None = None) -> None:
+    def __init__(self, *, tls: ssl.SSLContext | None = None, port: int = 0) -> None:
         self.seen: list[Seen] = []
         self.gone = threading.Event()
         """Set as soon as a client has closed its connection while it was made to wait."""
         self.arrived = threading.Condition()
         self._plays: list[Play] = [Play()]
-        self._server = ThreadingHTTPServer(("127.0.0.1", 0), _handler(self))
+        self._server = ThreadingHTTPServer(("127.0.0.1", port), _handler(self))
         self._server.daemon_threads = True
         if tls is not None:
             self._server.socket = tls.wrap_socket(self._server.socket, server_side=True)
@@ -135,8 +137,9 @@ def _handler(server: ModelServer) -> type[BaseHTTPRequestHandler]:
             pass
 
         def do_POST(self) -> None:
+            now = time.monotonic()
             body = self.rfile.read(int(self.headers.get("content-length", "0")))
-            seen = Seen(self.path, {k.lower(): v for k, v in self.headers.items()}, json.loads(body))
+            seen = Seen(self.path, {k.lower(): v for k, v in self.headers.items()}, json.loads(body), now)
             self.close_connection = True
             try:
                 self._answer(server.take(seen), seen)
