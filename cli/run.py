@@ -34,6 +34,7 @@ from .render import (
     warn_findings,
     when,
 )
+from .streams import StreamDisplay
 
 if TYPE_CHECKING:
     from agentctl.coordinator.definition import LoadedDocument
@@ -370,6 +371,7 @@ class _Follower:
         self._next = store.clock.monotonic() + (0.0 if at_once else progress.interval)
         self._lost = False
         self._seen: str | None = None
+        self._streams = StreamDisplay(printer.settings, store, self._views, run_id)
 
     def tick(self) -> None:
         """Look and show, if it is time. Never raises for a lost reader: the run does not end for it."""
@@ -378,6 +380,7 @@ class _Follower:
         if self._lost or started < self._next:
             return
         try:
+            self._streams.show()
             if self._printer.settings.output == "jsonl":
                 self.status_line()
                 interval = LINE_SECONDS
@@ -417,8 +420,10 @@ class _Follower:
         give_up_stdout(self._printer.settings, error)
 
     def close(self) -> None:
-        """Take the display away."""
+        """Take the display away, after the rest of what models have said."""
         try:
+            if not self._lost:
+                self._streams.finish()
             self._progress.close()
         except OSError as error:
             self.lose(error)

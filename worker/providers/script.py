@@ -63,7 +63,7 @@ class Script:
 
 
 def read_script(path: str, policy: Policy, workspace: str) -> Script:
-    """Read and check a script below the workspace. Raises `TaskFault` (`policy_denied`, `not_found`, `invalid_input`)."""
+    """Read and check a script of the workspace. Raises `TaskFault` (`policy_denied`, `not_found`, `invalid_input`)."""
     refuse_dotdot(path)
     resolved = os.path.realpath(os.path.join(workspace, path))
     if not readable(resolved, workspace):
