@@ -13,9 +13,10 @@ import logging
 import os
 import threading
 from collections.abc import Iterable
-from typing import Any, Final
+from typing import Any, Final, TypeAlias
 from urllib.parse import quote
 
+Bytes: TypeAlias = bytes  # `Redactor.bytes` hides the name below it
 REDACTED: Final = "[REDACTED]"
 MIN_ENCODED: Final = 8
 PIECE_BYTES: Final = 1_048_576
@@ -75,7 +76,7 @@ class Redactor:
                 data = data.replace(form, REDACTED.encode())
         return data
 
-    def long_forms(self) -> list[bytes]:
+    def long_forms(self) -> list[Bytes]:
         """The forms of values that are long enough not to turn up by chance, longest first."""
         values = (value for value in self._values if len(value) >= MIN_ENCODED)
         return sorted({form for value in values for form in forms(value)}, key=len, reverse=True)
