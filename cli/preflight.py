@@ -88,9 +88,7 @@ _PLACES = {"mcp.call": ("server", "mcpServers", "url"), "a2a.delegate": ("peer",
 """Action kind to the field that names the service, where services are declared, and the field with their URL."""
 
 
-def peers_of(
-    spec: Mapping[str, Any], tasks: Iterable[CompiledTask], actions: Collection[str]
-) -> set[tuple[str, str]]:
+def peers_of(spec: Mapping[str, Any], tasks: Iterable[CompiledTask], actions: Collection[str]) -> set[tuple[str, str]]:
     """(kind of action, name) of the MCP servers and A2A peers that tasks and actions call."""
     found: set[tuple[str, str]] = set()
     for task in tasks:

@@ -92,7 +92,7 @@ class Agents:
             def resolve(reference: Mapping[str, Any]) -> str:
                 from .effects.secret_values import resolve_secret
 
-                return resolve_secret(reference, settings.policy, settings.workspace).value.decode("utf-8")
+                return resolve_secret(reference, settings.policy, settings.workspace).value.decode("utf-8", "replace")
 
             known = provider_for(definition["kind"], definition, settings.policy, settings.workspace, resolve)
             self._providers[run_id, name] = known

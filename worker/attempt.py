@@ -200,8 +200,10 @@ class AttemptRunner:
 
     def _takes_secrets(self, candidate: Candidate) -> bool:
         """Whether the action reads secrets: not ahead of time, for an attempt that nobody holds."""
-        action = self.settings(candidate.run_id).actions[loads(candidate.input_json)["action"]]
-        return bool(action.get("env"))
+        actions = self.settings(candidate.run_id).actions
+        if not any(action.get("env") for action in actions.values()):
+            return False
+        return bool(actions[loads(candidate.input_json)["action"]].get("env"))
 
     def _work(self, attempt: Claim | Candidate, recorded: dict[str, Any] | None) -> Work:
         settings = self.settings(attempt.run_id)

@@ -89,6 +89,19 @@ def test_what_is_missing_is_told_before_anything_exists(
     assert not cli.database.exists()
 
 
+@pytest.mark.parametrize(("kind", "extra"), [("azure_openai", "openai"), ("anthropic", "anthropic")])
+def test_a_missing_extra_is_named_before_anything_exists(cli: Cli, kind: str, extra: str) -> None:
+    without = cli.folder / "without"
+    without.mkdir()
+    (without / "sitecustomize.py").write_text("import sys\nsys.modules['httpx'] = None\n")
+    provider = {"kind": kind, "endpoint": "http://127.0.0.1:1", "credential": {"env": "KEY"}}
+    file = cli.write("w.yaml", document(provider, LOCAL))
+    result = cli.json("run", file, env={"KEY": "sk-1", "PYTHONPATH": str(without)})
+    assert (result.code, result.error["code"]) == (6, "environment")
+    assert f"pip install 'agentctl[{extra}]'" in result.error["remedy"]
+    assert not cli.database.exists()
+
+
 def test_a_provider_that_no_task_reaches_needs_nothing(cli: Cli) -> None:
     tasks = [{"id": "t", "uses": "action:say", "with": {"x": 1}}]
     assert cli("run", cli.write("w.yaml", document({"kind": "openai"}, tasks=tasks))).code == 0

@@ -7,12 +7,14 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from agentctl.coordinator.compiler import compile_workflow
+from agentctl.coordinator.definition import load_workflow
 from support.clock import ManualClock
 from support.control import Bench, Outcome, bench
 
 ROOT = Path(__file__).resolve().parents[2]
 DOCS = ROOT / "ops" / "docs"
-PAGES = ["conditions", "routers", "loops", "sub-workflows", "fan-out"]
+PAGES = ["conditions", "routers", "loops", "sub-workflows", "fan-out", "providers", "secrets", "network"]
 
 
 @pytest.fixture
@@ -59,6 +61,13 @@ def test_sub_workflows(table: Bench) -> None:
 def test_fan_out(table: Bench) -> None:
     done = table.run(workflow_of("fan-out"))
     assert (done.state, len(done.tasks["build"].output["items"])) == ("succeeded", 4)
+
+
+def test_providers(tmp_path: Path) -> None:
+    file = tmp_path / "providers.yaml"
+    [block] = re.findall(r"^```yaml\n(apiVersion: .*?)^```", (DOCS / "providers.md").read_text(), re.M | re.S)
+    file.write_text(block)
+    assert compile_workflow(load_workflow(file)).requirements["providers"] == ["local"]
 
 
 @pytest.mark.parametrize("page", PAGES)
