@@ -192,6 +192,8 @@ def test_what_a_tool_returns_and_a_model_says(field: Field, server: ModelServer,
     assert "[REDACTED]" in returned["output"], "the model was told a secret"
     for value in (KEY, SECRET):
         assert_nowhere(field, value, result.out, field.json("inspect", result.data["runId"]).out)
+    field.check_clean_end()
+    assert field.json("db", "verify").code == 0
 
 
 def test_check_mode_starts_no_command_for_a_secret(field: Field) -> None:
