@@ -9,10 +9,11 @@ from pathlib import Path
 import pytest
 from support.clock import ManualClock
 from support.control import Bench, Outcome, bench
+from support.site import Site
 
 ROOT = Path(__file__).resolve().parents[2]
 DOCS = ROOT / "ops" / "docs"
-PAGES = ["conditions", "routers", "loops", "sub-workflows", "fan-out"]
+PAGES = ["conditions", "routers", "loops", "sub-workflows", "fan-out", "agents", "tools", "budgets"]
 
 
 @pytest.fixture
@@ -59,6 +60,20 @@ def test_sub_workflows(table: Bench) -> None:
 def test_fan_out(table: Bench) -> None:
     done = table.run(workflow_of("fan-out"))
     assert (done.state, len(done.tasks["build"].output["items"])) == ("succeeded", 4)
+
+
+@pytest.mark.parametrize("page", ["agents", "budgets"])
+def test_pages_about_models(tmp_path: Path, page: str) -> None:
+    """These need a worker, so the real program runs them."""
+    spec = workflow_of(page)
+    with Site(tmp_path / "site") as site:
+        file = tmp_path / "flow.yaml"
+        file.write_text(f"apiVersion: agentctl.dev/v1\nkind: Workflow\nmetadata: {{name: {page}}}\nspec:\n{spec}")
+        answer = site.ask("run", file)
+        assert answer.code == 0, answer.err
+        said = {"agents": {"said": "fake: Say hello to Ada."}, "budgets": None}[page]
+        assert said is None or answer.data["output"] == said
+        site.assert_clean()
 
 
 @pytest.mark.parametrize("page", PAGES)
