@@ -59,7 +59,7 @@ def _status_for_people(out: Printer, data: dict[str, Any], now: int) -> None:
             since = duration(now - task["claimedAt"])
             out.line(
                 f"  {clean(task['taskId'])}: attempt {task['attempt']}, delivery {task['delivery']}, "
-                f"by {clean(task['workerId'])}{_of_the_dead(task)}, for {since}"
+                f"by {clean(task['workerId'])}{_of_the_dead(task)}, for {since}{_step(task)}"
             )
         in_hand = counts.get("running", 0) - len(data["unrecorded"])
         _more(out, in_hand - min(len(data["running"]), SHOWN_WAITING))
@@ -93,6 +93,14 @@ def _status_for_people(out: Printer, data: dict[str, Any], now: int) -> None:
                 f"{effect['operation']}, started {when(effect['startedAt'])}"
             )
         _more(out, data["uncertainEffectCount"] - min(len(data["uncertainEffects"]), SHOWN_WAITING))
+
+
+def _step(task: dict[str, Any]) -> str:
+    """Where an agent is in its conversation; what has one effect only says enough with its name."""
+    step = task.get("step")
+    if step is None or step["ordinal"] == 1:
+        return ""
+    return f", step {step['ordinal']}: {clean(step['operation'])} {step['status']}"
 
 
 def _of_the_dead(task: dict[str, Any]) -> str:

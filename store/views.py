@@ -474,11 +474,14 @@ def _running_tasks(tx: Connection, run_id: str, *, limit: int) -> list[dict[str,
             "workerId": holder,
             "claimedAt": claimed_at,
             "leaseExpiresAt": expires,
+            "step": None if operation is None else {"ordinal": ordinal, "operation": operation, "status": status},
         }
-        for task_id, number, delivery, holder, claimed_at, expires in tx.execute(
-            "SELECT task_id, number, delivery, holder, claimed_at, lease_expires_at FROM attempts "
-            "WHERE queue = 'claimed' AND run_id = ? "
-            "ORDER BY claimed_at, attempt_id LIMIT ?",
+        for task_id, number, delivery, holder, claimed_at, expires, ordinal, operation, status in tx.execute(
+            # What it does at the moment: its last effect, found by the index of the effects' attempts.
+            "SELECT a.task_id, a.number, a.delivery, a.holder, a.claimed_at, a.lease_expires_at, e.ordinal, "
+            "e.operation, e.status FROM attempts a LEFT JOIN effects e ON e.attempt_id = a.attempt_id AND e.ordinal = "
+            "(SELECT MAX(ordinal) FROM effects l WHERE l.attempt_id = a.attempt_id) "
+            "WHERE a.queue = 'claimed' AND a.run_id = ? ORDER BY a.claimed_at, a.attempt_id LIMIT ?",
             (run_id, limit),
         )
     ]
