@@ -219,6 +219,8 @@ _VERBS: dict[str, tuple[str, str, str]] = {
     "runs": ("show", "runs", "List runs."),
     "bench": ("bench", "bench", "Measure what this disk and this machine give."),
     "memory": ("memory", "memory", "Long-term memory: get, put, search, reindex."),
+    "providers": ("providers", "providers", "What each kind of model provider can do."),
+    "auth": ("providers", "auth", "Check the credentials of model providers."),
     "workers": ("workers", "workers", "Start, list, drain and stop workers."),
     "coordinator": ("workers", "coordinator", "Start a coordinator alone."),
     "version": ("misc", "version", "Show the version."),

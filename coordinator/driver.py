@@ -53,7 +53,8 @@ class LostRun(Exception):
 
 def may_hold(plan: Plan) -> bool:
     """Whether an attempt of this plan may ever wait for a person or for budget; without, nobody has to look."""
-    return plan.policy.get("approval") != "never" or any(plan.budget.get("limits", {}).values())
+    asks = plan.policy.get("approval") != "never" or any(t["approval"] == "always" for t in plan.tools.values())
+    return asks or any(plan.budget.get("limits", {}).values())
 
 
 @dataclass(slots=True)

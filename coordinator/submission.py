@@ -91,6 +91,8 @@ def new_run(
     if check:
         settings["check"] = True
         content += "\ncheck"
+    if plan.agents:
+        settings["models"] = model_settings(plan)
     long_term = document.workflow["spec"]["memory"]["longTerm"]
     if long_term is not None:
         settings["longTerm"] = long_term
@@ -124,6 +126,17 @@ def _of_plan(plan: Plan) -> dict[str, Any]:
         "pricing_version": (plan.budget.get("pricing") or {}).get("version"),
         "planned_expansion_items": int(plan.budget.get("plannedExpansionItems", 0)),
         "planned_loop_iterations": int(plan.budget.get("plannedLoopIterations", 0)),
+    }
+
+
+def model_settings(plan: Plan) -> dict[str, Any]:
+    """What a worker has to know of a plan with agents (`models` of the settings of a run): names, never secrets."""
+    return {
+        "workflow": plan.workflow_name,
+        "agents": plan.agents,
+        "providers": plan.providers,
+        "tools": plan.tools,
+        "pricing": (plan.budget.get("pricing") or {}).get("models", {}),
     }
 
 

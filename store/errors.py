@@ -13,6 +13,7 @@
     ├── RecoveryBlocked       exit 3   what was done before cannot be proven to be reusable, or is unsafe to repeat
     ├── UncertainError        exit 3   an operator has to reconcile an effect first
     ├── EnvironmentFault      exit 5   disk, permission, filesystem, missing feature of the machine
+    ├── PrerequisiteError     exit 6   something that a run needs is not there: a credential, a name's address, an extra
     └── StoreError            exit 5   the database itself
         ├── IncompatibleVersion        written by a newer or another program; nothing was changed
         └── CorruptStore               a checksum, an invariant or SQLite says that it is damaged
@@ -122,6 +123,13 @@ class EnvironmentFault(AgentctlError):
     """The machine does not let us work: disk, permission, filesystem."""
 
     exit_code = 5
+    code = "environment"
+
+
+class PrerequisiteError(AgentctlError):
+    """Something outside this machine's own state that a run needs is missing; found before the run exists."""
+
+    exit_code = 6
     code = "environment"
 
 

@@ -27,6 +27,8 @@ BUDGET_FORMAT_VERSION = 1
 TASK_METADATA_VERSION = 1
 APPROVAL_FORMAT_VERSION = 1
 RECONCILIATION_FORMAT_VERSION = 1
+PROVIDER_SESSION_FORMAT_VERSION = 1
+STREAM_EVENT_FORMAT_VERSION = 1
 
 
 @record
@@ -173,10 +175,30 @@ class Candidate:
 
 
 @record
+class ToolCallStart:
+    """The call of a model that an effect carries out. `call_id` is the model's own name of it."""
+
+    call_id: str
+    tool_id: str
+    input_digest: str
+
+
+@record
+class SessionUpdate:
+    """Where the conversation of a task stands after an answer. `continuation_json` is what the provider gave, if it
+    gave something; `attempt` is the number of the attempt that talks."""
+
+    provider: str
+    attempt: int
+    continuation_json: str | None
+
+
+@record
 class EffectRequest:
     """An effect before its dispatch (contract 5.2). `input_json` and `expected_json` are canonical.
 
-    With `approval` it starts only after a person has approved exactly this action.
+    With `approval` it starts only after a person has approved exactly this action. `tool_call` is the call that it
+    carries out; its row begins and ends with the effect.
     """
 
     effect_id: str
@@ -190,6 +212,7 @@ class EffectRequest:
     expected_json: str
     estimate: dict[str, int]
     approval: ApprovalAsk | None = None
+    tool_call: ToolCallStart | None = None
 
 
 @record
@@ -210,6 +233,14 @@ class RecordedEffect:
     result_json: str | None
     error_json: str | None
     reconciled: bool = False
+
+
+@record
+class RecordedStep:
+    """An effect of an attempt whose result is known. `result_json` is canonical."""
+
+    effect_id: str
+    result_json: str | None
 
 
 @record
@@ -258,7 +289,8 @@ class EffectEnd:
     provably never began; the effect may start again), `cancelled` (it provably never began and never will) and `lost`
     (it was ended half-way, and its contract allows to send it again: it stays charged). `usage` is in budget units;
     `reserved` is false for an effect that estimates none, so that there is nothing to settle. `memory` is the write to
-    long-term memory that the effect consists of; it is carried out in the transaction that confirms the effect.
+    long-term memory that the effect consists of; it is carried out in the transaction that confirms the effect, and
+    `session` is where the conversation stands with it.
     """
 
     effect_id: str
@@ -270,6 +302,7 @@ class EffectEnd:
     usage: dict[str, int] = field(default_factory=dict)
     reserved: bool = True
     memory: MemoryWrite | None = None
+    session: SessionUpdate | None = None
 
 
 @record
@@ -347,6 +380,7 @@ class NewReconciliation:
     """What a person says about an effect (contract 5.5). All texts ending in `_json` are canonical.
 
     `status` is `applied`, `not_applied` or `compensated`. Result, schema and policy have been checked by the caller.
+    `usage` is what an applied effect has used in budget units, if its result tells; None: what was reserved.
     """
 
     reconciliation_id: str
@@ -359,6 +393,7 @@ class NewReconciliation:
     result_json: str | None = None
     result_schema_json: str | None = None
     compensation_effect_id: str | None = None
+    usage: dict[str, int] | None = None
 
 
 @record

@@ -7,12 +7,18 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from agentctl.coordinator.compiler import compile_workflow
+from agentctl.coordinator.definition import load_workflow
 from support.clock import ManualClock
 from support.control import Bench, Outcome, bench
+from support.site import Site
 
 ROOT = Path(__file__).resolve().parents[2]
 DOCS = ROOT / "ops" / "docs"
-PAGES = ["conditions", "routers", "loops", "sub-workflows", "fan-out", "recovery"]
+PAGES = [
+    *("conditions", "routers", "loops", "sub-workflows", "fan-out", "recovery"),
+    *("agents", "tools", "budgets", "providers", "secrets", "network"),
+]
 
 
 @pytest.fixture
@@ -59,6 +65,27 @@ def test_sub_workflows(table: Bench) -> None:
 def test_fan_out(table: Bench) -> None:
     done = table.run(workflow_of("fan-out"))
     assert (done.state, len(done.tasks["build"].output["items"])) == ("succeeded", 4)
+
+
+def test_providers(tmp_path: Path) -> None:
+    file = tmp_path / "providers.yaml"
+    [block] = re.findall(r"^```yaml\n(apiVersion: .*?)^```", (DOCS / "providers.md").read_text(), re.M | re.S)
+    file.write_text(block)
+    assert compile_workflow(load_workflow(file)).requirements["providers"] == ["local"]
+
+
+@pytest.mark.parametrize("page", ["agents", "budgets"])
+def test_pages_about_models(tmp_path: Path, page: str) -> None:
+    """These need a worker, so the real program runs them."""
+    spec = workflow_of(page)
+    with Site(tmp_path / "site") as site:
+        file = tmp_path / "flow.yaml"
+        file.write_text(f"apiVersion: agentctl.dev/v1\nkind: Workflow\nmetadata: {{name: {page}}}\nspec:\n{spec}")
+        answer = site.ask("run", file)
+        assert answer.code == 0, answer.err
+        said = {"agents": {"said": "fake: Say hello to Ada."}, "budgets": None}[page]
+        assert said is None or answer.data["output"] == said
+        site.assert_clean()
 
 
 @pytest.mark.parametrize("page", PAGES)

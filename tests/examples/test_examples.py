@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import hashlib
+import json
 import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -340,6 +341,64 @@ def _recovery(field: Field, run: Callable[..., Any]) -> None:
     assert repaired.data["output"]["report"].split() == ["3", "regions", "in", "all"]
 
 
+def _fake_provider(field: Field, run: Callable[..., Any]) -> None:
+    assert run() == {"answer": "fake: hello", "tokens": 1}
+    assert run("--input", "question=who are you?")["answer"] == "fake: who are you?"
+
+
+def _streaming(field: Field, run: Callable[..., Any]) -> None:
+    shown = field("run", "streaming.yaml")
+    assert shown.code == 0
+    assert shown.err.splitlines()[:2] == [
+        "tell| Once there was a run that was killed in the middle.",
+        "tell| It was taken up again, and nobody noticed.",
+    ]
+    events = field.json("inspect", "@latest").data["streamEvents"]
+    text = "".join(event["payload"]["text"] for event in events)
+    assert text == run()["story"]
+    assert [event["sequence"] for event in events] == list(range(1, len(events) + 1))
+
+
+def _structured_handoff(field: Field, run: Callable[..., Any]) -> None:
+    assert run() == {"decision": "approved"}
+    found = field.json("inspect", "@latest").data
+    operations = [effect["request"]["operation"] for effect in found["effects"]]
+    assert operations == ["local", "tool.evidence", "local", "local"]
+    assert "build 4711" in found["effects"][1]["result"]["content"]
+
+
+def _resource_budget(field: Field, run: Callable[..., Any]) -> None:
+    result = field.json("run", "resource-budget.yaml")
+    assert (result.code, result.data["reason"]) == (4, "budget_exceeded")
+    found = field.json("inspect", "@latest").data
+    assert [task["state"] for task in found["tasks"]] == ["succeeded", "failed"]
+    assert found["budget"]["exceeded"] == {"dimension": "providerRequests", "limit": 1, "attempted": 2}
+    assert found["budget"]["usage"]["providerRequests"] == 1
+    assert [effect["status"] for effect in found["effects"]] == ["succeeded", "requested"]
+
+
+def _triage(field: Field, run: Callable[..., Any]) -> None:
+    output = run()
+    assert output == {
+        "kind": "bug",
+        "failed": ["tests/test_invoice.py::test_invoice_is_due_tomorrow"],
+        "report": "build/triage/report.md",
+    }
+    assert (field.folder / output["report"]).read_text().startswith("# bug\n\n28 to 29 March 2026")
+    steps = field.json("logs", "@latest", "investigate").data["conversation"]
+    assert [step["tool"] or "model" for step in steps] == [
+        "model", "read_file", "model", "read_file", "find_text", "model",
+    ]  # fmt: skip
+    budget = field.json("inspect", "@latest").data["budget"]
+    assert (budget["usage"]["providerRequests"], budget["usage"]["toolCalls"]) == (3, 3)
+    # One line makes it a workflow with a real model.
+    text = (EXAMPLES / "triage.yaml").read_text()
+    assert text.count("      provider: scripted") == 1
+    (field.folder / "live.yaml").write_text(text.replace("      provider: scripted", "      provider: live"))
+    checked = field.json("check", "live.yaml")
+    assert (checked.code, checked.err) == (0, "")
+
+
 PROMISES: dict[str, Callable[[Field, Callable[..., Any]], None]] = {
     "hello.yaml": _hello,
     "dataflow.yaml": _dataflow,
@@ -364,11 +423,28 @@ PROMISES: dict[str, Callable[[Field, Callable[..., Any]], None]] = {
     "release.yaml": _release,
     "crash-resume.yaml": _crash_resume,
     "policy-denial.yaml": _policy_denial,
+    "fake-provider.yaml": _fake_provider,
+    "streaming.yaml": _streaming,
+    "structured-handoff.yaml": _structured_handoff,
+    "resource-budget.yaml": _resource_budget,
+    "triage.yaml": _triage,
 }
+REFUSED = {"capability-failure.yaml": ("unsupported_capability", "spec.agents.thinker.reasoning")}
+"""Examples of what is found before anything runs."""
 
 
 def test_every_example_is_in_this_table() -> None:
-    assert {path.name for path in EXAMPLES.glob("*.yaml")} == set(PROMISES)
+    assert {path.name for path in EXAMPLES.glob("*.yaml")} == {*PROMISES, *REFUSED}
+
+
+@pytest.mark.parametrize("file", REFUSED)
+def test_refused_example(field: Field, file: str) -> None:
+    for verb in ("check", "plan", "run"):
+        result = field(verb, file, "--output", "json")
+        assert result.code == 2
+        [found] = json.loads(result.err)["diagnostics"]
+        assert (found["code"], found["path"]) == REFUSED[file]
+    assert not field.database.exists()
 
 
 @pytest.mark.timeout(300)
