@@ -11,18 +11,19 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from agentctl.coordinator.definition import LoadedDocument
     from agentctl.coordinator.plan import CompiledTask, Plan
     from agentctl.worker.preflight import Service
 
 
-def preflight(document: LoadedDocument, plan: Plan, base: Path, tasks: Collection[str] | None = None) -> None:
+def preflight(workflow: Mapping[str, Any], plan: Plan, base: Path, tasks: Collection[str] | None = None) -> None:
     """Raise what would keep the tasks of a plan from talking to their services or from having their secrets.
 
-    `tasks` are the ids of those that will be executed; None: all. `base` is what `policy.workspaceRoot` is relative to.
+    `workflow` is the one of the plan, as read or as stored. `tasks` are the ids of those that will be executed; None:
+    all. `base` is what `policy.workspaceRoot` is relative to.
+
     Raises `PolicyError` (exit 3), `PrerequisiteError` (exit 6) and `UsageError`. Costs nothing without remote services.
     """
-    spec = document.workflow["spec"]
+    spec = workflow["spec"]
     if not any(spec[place] for place in ("agents", "mcpServers", "a2aPeers")) and not _with_secrets(spec["actions"]):
         return  # nothing of the kind is declared, and a plan may have many tasks to look through
     executed = [task for task in plan.tasks.values() if tasks is None or task.id in tasks]

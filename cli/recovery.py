@@ -197,6 +197,9 @@ class _Recovery:
         from agentctl.coordinator.submission import Circumstances, derive
         from agentctl.store.clock import SystemIds
 
+        from .preflight import preflight
+
+        preflight(document.workflow, plan.target, self.base, frozenset(plan.rerun))
         if keeps_artifacts(plan.target):
             store.artifacts.blobs.require_writable()
         how = Circumstances(self.base, ACTOR, self.asked.priority, self.asked.interactive)
@@ -320,15 +323,20 @@ def fork(
     Everything is executed again, whatever SOURCE has done. No file is read: plan, inputs and variables are those that
     were stored. SOURCE may be in any state. Exit like `run`.
     """
+    from agentctl.coordinator.plan import Plan
     from agentctl.coordinator.submission import fork as fork_run
+    from agentctl.store.canonical import loads
     from agentctl.store.clock import SystemIds
 
     from . import pool  # noqa: F401
+    from .preflight import preflight
 
     with closing(open_store(settings)) as store:
         run_id = views_of(store).find_run(source)
         parent = store.get_run(run_id)
         base = _workspace(workspace, parent.base_path, run_id)
+        documents = store.run_documents(run_id)
+        preflight(loads(documents.workflow_json), Plan.from_json(loads(documents.plan_json)), base)
         if json.loads(store.run_settings(run_id)[0]).get("keepsArtifacts"):
             store.artifacts.blobs.require_writable()
         with signals_held():

@@ -164,7 +164,7 @@ def _submit(
 
     document, plan, inputs, base = prepared
     if not check:  # check mode talks to nobody
-        preflight(document, plan, base)
+        preflight(document.workflow, plan, base)
     store = open_store(settings, create=True)
     try:
         if keeps_artifacts(plan):
