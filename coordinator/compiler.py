@@ -33,6 +33,7 @@ from .expressions import (
 )
 from .kinds import EFFECTS
 from .long_term_input import embeds, long_term_problems
+from .peers import asked_by, input_problems, peer_problems, with_peers
 from .plan import (
     MAX_TASKS,
     MEMORY_WRITERS,
@@ -97,6 +98,11 @@ _KINDS: dict[str, _Kind] = {
     "builtin.shell.exec": _Kind(
         _RUN,
         {"args": "texts", "stdin": "text", "env": "text map", "cwd": "name", "artifacts": "texts"},
+    ),
+    "extension.process": _Kind(_RUN),
+    "mcp.call": _Kind(_RUN, {"server": "name", "tool": "name", "arguments": "any"}, ("server", "tool")),
+    "a2a.delegate": _Kind(
+        _RUN, {"peer": "name", "messageId": "name", "message": "name"}, ("peer", "messageId", "message")
     ),
 }
 """The kinds that run; every other kind of the contract is refused by name where a task uses it."""
@@ -203,6 +209,7 @@ class _Compiler:
         self.vars = workflow_variables(document)
         self.action_references: dict[tuple[str, Namespace | None], dict[str, frozenset[Ref]]] = {}
         self.static: dict[str, dict[str, Any]] = {}
+        self.asked: dict[str, set[str]] = {}
         self.declared: list[Declared] = []
         self.calls: dict[str, Path] = {}
         self.call_outputs: dict[str, str] = {}
@@ -531,7 +538,7 @@ class _Compiler:
         source.predictability = facts.predictability
         defaults = self.defaults_of(source)
         source.input = {**defaults, **task.with_} if defaults and task.with_ else task.with_ or defaults
-        limit = action.timeout_seconds if action.kind in PROCESS_KINDS else None
+        limit = action.timeout_seconds if action.kind in PROCESS_KINDS or asked_by(action.kind) else None
         # The task's own limit holds for every kind (contract table, row 10); a process has the smaller of both.
         given = [seconds for seconds in (task.timeout_seconds, limit) if seconds is not None]
         if given:
@@ -539,14 +546,58 @@ class _Compiler:
         references |= self.action_defaults(source, ids)
         self.check_action_features(name)
         self.check_input(source, facts)
-        for field_name, message in long_term_problems(action.kind, source.input):
+        for field_name, message in (
+            *long_term_problems(action.kind, source.input),
+            *input_problems(action.kind, source.input),
+        ):
             self.report("schema_violation", message, self.input_path(source, field_name))
+        self.check_extension_input(source)
+        self.check_peers(source)
         long_term = self.spec.memory.long_term
         if long_term is not None and embeds(action.kind) and long_term.embedding.provider != LOCAL_HASH:
             place = ("spec", "memory", "longTerm", "embedding", "provider")
             self.unsupported("an embedding by a provider", place, f"use {LOCAL_HASH}")
         if self.own_memory(source):
             self.memory_keys(source, references)
+
+    def check_extension_input(self, source: _Source) -> None:
+        """The input of an extension holds to its contract here already, where all of it is known."""
+        schema = self.spec.actions[source.action_name].input_schema
+        if source.action_kind != "extension.process" or has_template(source.input) or _schema_problem(schema):
+            return
+        for error in _validator(schema).iter_errors(source.input):
+            message = f"the input does not fit inputSchema of {source.action_name!r}: {error.message[:300]}"
+            place = tuple(error.instance_path)
+            path = self.input_path(source, str(place[0]), *place[1:]) if place else (*source.path, "with")
+            self.report("schema_violation", message, path)
+
+    def check_peers(self, source: _Source) -> None:
+        """The servers or peers that a task may ask: the one that it names, or all when only the run knows the name."""
+        asked = asked_by(source.action_kind)
+        if asked is None or source.action_kind is None:
+            return
+        field_name, place = asked
+        declared = self.spec.mcp_servers if place == "mcpServers" else self.spec.a2a_peers
+        name = source.input.get(field_name)
+        if type(name) is not str or not name:
+            return  # reported with the other fields
+        if has_template(name):
+            names = set(declared)
+        elif name in declared:
+            names = {name}
+        else:
+            self.missing(
+                "MCP server" if place == "mcpServers" else "A2A peer",
+                name,
+                declared,
+                self.input_path(source, field_name),
+            )
+            return
+        known = self.asked.setdefault(source.action_name, set())
+        for each in sorted(names - known):
+            for code, path, message, hint in peer_problems(self.spec, source.action_kind, each):
+                self.report(code, message, path, help=hint)
+        known |= names
 
     def check_action_features(self, name: str) -> None:
         action = self.spec.actions[name]
@@ -1021,7 +1072,7 @@ class _Compiler:
                 "plannedExpansionItems": children,
                 "plannedLoopIterations": iterations,
             },
-            actions={name: spec["actions"][name] for name in used},
+            actions={name: with_peers(spec["actions"][name], spec, self.asked.get(name, ())) for name in used},
             policy=spec["policy"],
             memory=spec["memory"]["working"],
             inputs=spec["inputs"],

@@ -284,7 +284,8 @@ class AttemptRunner:
         result_json: str | None = None
         status, error = outcome.status, outcome.error
         try:
-            if outcome.result is not None:
+            # An extension may answer null.
+            if outcome.result is not None or outcome.status == "succeeded":
                 result_json = canonical(outcome.result)
         except TaskFault as fault:
             status, error = "failed", fault.as_json()

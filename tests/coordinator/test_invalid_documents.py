@@ -223,14 +223,6 @@ def test_spec(load: Callable[[str], Any], code: str, path: str, spec: str) -> No
 
 
 USED_ACTIONS = [
-    ("spec.tasks[0].uses", "{kind: mcp.call}", "mcp.call"),
-    ("spec.tasks[0].uses", "{kind: a2a.delegate}", "a2a.delegate"),
-    (
-        "spec.tasks[0].uses",
-        "{kind: extension.process, command: x, idempotency: pure, inputSchema: {}, outputSchema: {}, "
-        "protocolVersion: agentctl.dev/process-extension/v1}",
-        "extension.process",
-    ),
     ("spec.actions.x.env", "{kind: builtin.shell.exec, command: x, env: {A: {env: B}}}", "secret reference"),
     (
         "spec.actions.x.isolation",

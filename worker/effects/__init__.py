@@ -96,7 +96,7 @@ class EffectOutcome:
     """
 
     status: Status
-    result: dict[str, Any] | None = None
+    result: Any = None
     error: dict[str, Any] | None = None
     usage: dict[str, int] = field(default_factory=dict)
     notes: dict[str, Any] = field(default_factory=dict)
@@ -177,6 +177,9 @@ _BUILTIN: Final[dict[str, tuple[str, str]]] = {
     "builtin.long_term_memory.write": ("long_term", "prepare_write"),
     "builtin.long_term_memory.promote": ("long_term", "prepare_promote"),
     "builtin.shell.exec": ("shell", "prepare_shell"),
+    "extension.process": ("extension", "prepare_extension"),
+    "mcp.call": ("mcp", "prepare_mcp"),
+    "a2a.delegate": ("a2a", "prepare_a2a"),
 }
 _preparers: dict[str, Preparer] = {}
 
