@@ -30,7 +30,7 @@ _OPEN_PORTS: Final = {"http": 80, "https": 443}
 def asked_by(kind: str | None) -> tuple[str, str] | None:
     """(field of the input that names a server or peer, its place in `spec`) of an action kind, or None."""
     found = _PLACES.get(kind or "")
-    return None if found is None else found[:2]
+    return None if found is None else (found[0], found[1])
 
 
 def input_problems(kind: str, given: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
@@ -43,6 +43,7 @@ def input_problems(kind: str, given: Mapping[str, Any]) -> Iterator[tuple[str, s
 def peer_problems(spec: Spec, kind: str, name: str) -> Iterator[tuple[str, Path, str, str | None]]:
     """(code, path, message, help) of what is wrong with a server or peer that a task may ask."""
     _, place, field = _PLACES[kind]
+    known: tuple[str, ...]
     if kind == "mcp.call":
         server = spec.mcp_servers[name]
         url, version, known = server.url, server.protocol_version, MCP_VERSIONS

@@ -11,7 +11,7 @@ import json
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from . import artifacts, audit, ledger, process_identity, processes, runs
+from . import artifacts, audit, ledger, process_identity, processes, protocols, runs
 from .canonical import text_digest
 from .clock import Clock
 from .database import Connection, Database
@@ -193,7 +193,7 @@ class Views:
                 "effect": _effect_record(row[:-1], row[-1]),
                 "reconciliations": said,
                 "effectiveReconciliation": said[-1] if said else None,
-                "protocolCall": None,
+                "protocolCall": protocols.call(tx, effect_id),
             }
 
     def reconciliation(self, reconciliation_id: str) -> dict[str, Any]:
@@ -680,8 +680,8 @@ def _inspect(tx: Connection, run: Run, *, now: int) -> dict[str, Any]:
         ],
         "providerSessions": [],
         "streamEvents": [],
-        "protocolSessions": [],
-        "protocolCalls": [],
+        "protocolSessions": protocols.sessions(tx, run.run_id),
+        "protocolCalls": protocols.calls(tx, run.run_id),
         "toolCalls": _tool_calls(tx, run.run_id),
         "artifacts": list(artifacts.references(tx, run.run_id)),
         "budget": _budget(tx, run.run_id, now),

@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 import os
 from collections import OrderedDict
+from dataclasses import replace
 from typing import Any, TypeAlias
 
 from agentctl.store import policy as policies
@@ -249,7 +250,15 @@ class AttemptRunner:
             # Held up for longer than the lease: somebody may think that we are dead, so nothing is sent.
             return Ending(None, EffectEnd(request.effect_id, "requested", dispatch=answer.dispatch), "held_up")
         outcome = plan.execute(
-            EffectContext(request.effect_id, self._token, self._clock.monotonic, claim.fence.holder, self._store)
+            EffectContext(
+                request.effect_id,
+                self._token,
+                self._clock.monotonic,
+                claim.fence.holder,
+                self._store,
+                claim.fence,
+                self._faults.reach,
+            )
         )
         self._faults.reach("after_effect_result")
         return self._keep(claim, plan, self._ended(request, answer, outcome))
@@ -279,6 +288,12 @@ class AttemptRunner:
         return Ending(ending.attempt, effect)
 
     def _ended(self, request: EffectRequest, started: StartedEffect, outcome: EffectOutcome) -> Ending:
+        ending = self._end_of(request, started, outcome)
+        if ending.effect is None or outcome.protocol is None:
+            return ending
+        return replace(ending, effect=replace(ending.effect, protocol=outcome.protocol))
+
+    def _end_of(self, request: EffectRequest, started: StartedEffect, outcome: EffectOutcome) -> Ending:
         name, dispatch = request.effect_id, started.dispatch
         notes = canonical(outcome.notes) if outcome.notes else None
         result_json: str | None = None

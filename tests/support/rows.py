@@ -27,6 +27,8 @@ TABLES = [
     "approvals",
     "effect_reconciliations",
     "tool_calls",
+    "protocol_sessions",
+    "protocol_calls",
     "artifact_blobs",
     "artifact_ingests",
     "artifact_refs",

@@ -247,7 +247,7 @@ def test_a_cancellation_before_anything_was_started(extension: Extension, tmp_pa
 
 
 def test_the_effect_id_is_told_to_both_processes(extension: Extension, effect: str) -> None:
-    code = "assert os.environ['AGENTCTL_EFFECT_ID'] == %r\n" % effect
+    code = f"assert os.environ['AGENTCTL_EFFECT_ID'] == {effect!r}\n"
     outcome = extension(code + "print(json.dumps(told))", code + "print(json.dumps(answer))")
     assert outcome.status == "succeeded", outcome.error
 

@@ -38,11 +38,11 @@ def mismatch(schema: Any, value: Any) -> str | None:
         _validators[text] = validator
         if len(_validators) > _KNOWN:
             _validators.popitem(last=False)
-    error = next(iter(validator.iter_errors(value)), None)
-    if error is None:
+    found = next(iter(validator.iter_errors(value)), None)
+    if found is None:
         return None
-    place = "/".join(str(part) for part in error.instance_path)
-    return (f"{place}: " if place else "") + error.message[:MAX_MESSAGE]
+    place = "/".join(str(part) for part in found.instance_path)
+    return (f"{place}: " if place else "") + found.message[:MAX_MESSAGE]
 
 
 def _refuse(uri: str) -> Any:

@@ -163,8 +163,8 @@ def _execute(extension: _Extension, context: EffectContext) -> EffectOutcome:
     usage = _bytes(first)
     if first.ending is Ending.CANCELLED:
         details = {"reason": first.reason}
-        fault = TaskFault("cancelled", f"ended during the handshake: {first.reason}", details=details)
-        return EffectOutcome.not_dispatched(fault)
+        message = f"ended during the handshake: {first.reason}"
+        return EffectOutcome.not_dispatched(TaskFault("cancelled", message, details=details))
     fault_or_name = _handshake(extension, first)
     if isinstance(fault_or_name, TaskFault):
         return EffectOutcome("failed", _printed(first), fault_or_name.as_json(), {"processOutputBytes": usage})
