@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
+from ipaddress import IPv4Address, IPv4Network, IPv6Address, IPv6Network, ip_address, ip_network
 from posixpath import basename
 from typing import Any, Final
 
@@ -225,3 +226,128 @@ def secret_process_allowed(policy: Policy, command: str) -> bool:
 def environment_allowed(policy: Policy, name: str) -> bool:
     """Whether a process action may set (or take a secret from) the variable `name` (contract 11.2)."""
     return name in policy.environment_allowlist
+
+
+# -- network -----------------------------------------------------------------------------------------------------------
+
+_SPECIAL: Final[tuple[tuple[IPv4Network | IPv6Network, str], ...]] = tuple(
+    (ip_network(text), kind)
+    for text, kind in (
+        ("0.0.0.0/8", "unspecified"),
+        ("10.0.0.0/8", "private"),
+        ("100.64.0.0/10", "shared"),
+        ("127.0.0.0/8", "loopback"),
+        ("169.254.0.0/16", "link-local"),
+        ("172.16.0.0/12", "private"),
+        ("192.0.0.0/24", "reserved"),
+        ("192.0.2.0/24", "documentation"),
+        ("192.88.99.0/24", "reserved"),
+        ("192.168.0.0/16", "private"),
+        ("198.18.0.0/15", "benchmark"),
+        ("198.51.100.0/24", "documentation"),
+        ("203.0.113.0/24", "documentation"),
+        ("224.0.0.0/4", "multicast"),
+        ("240.0.0.0/4", "reserved"),
+        ("::/128", "unspecified"),
+        ("::1/128", "loopback"),
+        ("2001:2::/48", "benchmark"),
+        ("2001:db8::/32", "documentation"),
+        ("2001::/23", "reserved"),
+        ("3fff::/20", "documentation"),
+        ("fc00::/7", "private"),
+        ("fe80::/10", "link-local"),
+        ("ff00::/8", "multicast"),
+    )
+)
+"""Blocks that are no public address, the narrower one first (IANA's special-purpose registries). Written out, since
+`is_global` of Python answers differently from release to release."""
+
+_PUBLIC_V6: Final = IPv6Network("2000::/3")
+_NAT64: Final = IPv6Network("64:ff9b::/96")
+_6TO4: Final = IPv6Network("2002::/16")
+
+
+def special_address(text: str) -> str | None:
+    """Why an address is no public one (`private`, `loopback`, …), None for a public one. Raises ValueError.
+
+    An IPv4 address that is wrapped in an IPv6 one is judged by itself, so wrapping hides nothing.
+    """
+    address: IPv4Address | IPv6Address = ip_address(text.partition("%")[0])
+    if isinstance(address, IPv6Address):
+        inner = _wrapped(address)
+        if inner is not None:
+            return special_address(str(inner))
+    for block, kind in _SPECIAL:
+        if address.version == block.version and address in block:
+            return kind
+    if isinstance(address, IPv6Address) and address not in _PUBLIC_V6:
+        return "reserved"
+    return None
+
+
+def _wrapped(address: IPv6Address) -> IPv4Address | None:
+    if address.ipv4_mapped is not None:
+        return address.ipv4_mapped
+    if address in _NAT64:
+        return IPv4Address(int(address) & 0xFFFF_FFFF)
+    if address in _6TO4:
+        return IPv4Address((int(address) >> 80) & 0xFFFF_FFFF)
+    return None
+
+
+def host_name(text: str) -> str:
+    """A host as rules compare it: lower case, ASCII, without brackets and the dot at the end; "" if it is no name."""
+    host = text.strip().lower().removeprefix("[").removesuffix("]").removesuffix(".")
+    if host.isascii():
+        return host
+    try:
+        return host.encode("idna").decode("ascii")
+    except UnicodeError:
+        return ""
+
+
+def host_allowed(policy: Policy, host: str) -> bool:
+    """Whether `networkAllowlist` has this host, or a `*.suffix` that it is below; never the apex (contract 1.8)."""
+    name = host_name(host)
+    if not name:
+        return False
+    literal = _is_address(name)
+    for entry in policy.network_allowlist:
+        if entry.startswith("*."):
+            suffix = host_name(entry[2:])
+            if suffix and not literal and name.endswith("." + suffix):
+                return True
+        elif host_name(entry) == name:
+            return True
+    return False
+
+
+def _is_address(name: str) -> bool:
+    try:
+        ip_address(name.partition("%")[0])
+    except ValueError:
+        return False
+    return True
+
+
+def decide_connection(
+    policy: Policy, *, scheme: str, host: str, port: int, addresses: Iterable[str] | None = None
+) -> Decision:
+    """Decide whether a connection may be made (contract 11.2). The one place for providers, MCP and A2A.
+
+    Without `addresses` it judges the name, the scheme and the port: asked before the name is resolved, since a lookup
+    tells the name to others. With them it judges every one: one that is not allowed refuses all.
+    """
+    network = policy.network
+    if scheme not in ("http", "https") or scheme not in network.allowed_schemes:
+        return Decision(Verdict.DENY, f"the scheme {scheme!r} is not in policy.network.allowedSchemes")
+    if network.allowed_ports and port not in network.allowed_ports:
+        return Decision(Verdict.DENY, f"the port {port} is not in policy.network.allowedPorts")
+    if not host_allowed(policy, host):
+        return Decision(Verdict.DENY, f"the host {host!r} is not in policy.networkAllowlist")
+    for address in () if network.allow_private or addresses is None else addresses:
+        kind = special_address(address)
+        if kind is not None:
+            reason = f"the host {host!r} has the address {address} ({kind}), and policy.network.allowPrivate is false"
+            return Decision(Verdict.DENY, reason)
+    return Decision(Verdict.ALLOW, f"the host {host!r} is in policy.networkAllowlist")

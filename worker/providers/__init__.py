@@ -173,7 +173,8 @@ class Call:
 
     `idempotency_key` is the id of the effect. `timeout_seconds` is counted from the call by `monotonic`. `on_event`
     takes the events of a streamed answer, each stored before more is read; None: the answer is not streamed. It may
-    raise, and then the call ends as if the connection had been lost.
+    raise, and then the call ends as if the connection had been lost. `number` tells which request of its run to this
+    provider it is, counted from 1 over all workers; None: nobody counts.
     """
 
     token: CancelToken
@@ -181,6 +182,7 @@ class Call:
     idempotency_key: str
     monotonic: Callable[[], float]
     on_event: Callable[[Mapping[str, Json]], None] | None = None
+    number: Callable[[], int] | None = None
 
 
 class Provider(Protocol):
