@@ -103,7 +103,9 @@ def pause(call: Call, seconds: float) -> None:
         raise ProviderFault("provider_timeout", f"no answer within {call.timeout_seconds:g} s", sent="unknown")
 
 
-def stream(call: Call, text: str, pieces: tuple[str, ...] | None = None, wait: Callable[[], None] | None = None) -> None:
+def stream(
+    call: Call, text: str, pieces: tuple[str, ...] | None = None, wait: Callable[[], None] | None = None
+) -> None:
     """Give a text in pieces to whoever wants to see it come. What `on_event` raises ends the call."""
     if call.on_event is None:
         return
