@@ -1,8 +1,8 @@
 """An ASGI wrapper for the test servers: it counts requests, and does to a method what a test has asked for.
 
 The folder of a server holds `requests.jsonl` (one line for each request, written before anything is done with it),
-`port` and `plan.json`: JSON-RPC method (or HTTP method) to a list of behaviours, one for each request of it in turn;
-after the last one everything is normal. Behaviours:
+`port` and `plan.json` with the number of the plan and its `methods`: JSON-RPC method (or HTTP method) to a list of
+behaviours, one for each request of it in turn; after the last one everything is normal. Behaviours:
 
 `ok` · `hang` (never answers) · `cut` (begins an answer and closes the connection) · `die` (the process ends) ·
 `garbage` (200, no JSON) · `html` · `accepted` (202) · `redirect` · `huge` (more than a policy lets in) ·
@@ -27,6 +27,7 @@ class Scripted:
         self._app = app
         self._folder = folder
         self._seen: Counter[str] = Counter()
+        self._plan = -1
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
         if scope["type"] != "http":
@@ -65,7 +66,11 @@ class Scripted:
 
     def _next(self, method: str) -> str:
         path = self._folder / "plan.json"
-        planned = json.loads(path.read_text(encoding="utf-8")).get(method, []) if path.exists() else []
+        plan = json.loads(path.read_text(encoding="utf-8"))
+        if plan["number"] != self._plan:
+            self._plan = plan["number"]
+            self._seen.clear()
+        planned = plan["methods"].get(method, [])
         number = self._seen[method]
         self._seen[method] += 1
         return str(planned[number]) if number < len(planned) else "ok"

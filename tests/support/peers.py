@@ -23,15 +23,21 @@ class PeerServer:
         self._script = SUPPORT / script
         self._arguments = arguments
         self._process: subprocess.Popen[bytes] | None = None
+        self._plans = 0
         self.port = 0
         folder.mkdir(parents=True)
-        if plan is not None:
-            self.plan(plan)
-        self.start()
+        self.plan(plan or {})
 
     def plan(self, plan: dict[str, list[str]]) -> None:
-        """What it will do from its next start on; while it runs, requests that were counted already are over."""
-        (self.folder / "plan.json").write_text(json.dumps(plan), encoding="utf-8")
+        """Another plan: what was received before is forgotten, and the server lives."""
+        self._plans += 1
+        text = json.dumps({"number": self._plans, "methods": plan})
+        (self.folder / "plan.part").write_text(text, encoding="utf-8")
+        (self.folder / "plan.part").rename(self.folder / "plan.json")
+        (self.folder / "requests.jsonl").unlink(missing_ok=True)
+        (self.folder / "changed").unlink(missing_ok=True)
+        if self._process is None or self._process.poll() is not None:
+            self.start()
 
     def start(self) -> None:
         """Start it, on the port that it had before if it was started before."""

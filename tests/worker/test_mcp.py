@@ -43,14 +43,19 @@ class Site:
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        self.servers: list[PeerServer] = []
-        self.told: list[Any] = []
+        self.servers: dict[tuple[str, ...], PeerServer] = {}
 
     def server(self, *arguments: str, **plan: list[str]) -> PeerServer:
+        """The server of these arguments, with another plan."""
         named = {name.replace("__", "/"): behaviours for name, behaviours in plan.items()}
-        server = PeerServer("mcp_server.py", self.folder / f"mcp{len(self.servers)}", *arguments, plan=named)
-        self.servers.append(server)
-        return server
+        known = self.servers.get(arguments)
+        if known is None:
+            known = self.servers[arguments] = PeerServer(
+                "mcp_server.py", self.folder / f"mcp{len(self.servers)}", *arguments, plan=named
+            )
+        else:
+            known.plan(named)
+        return known
 
     def work(
         self,
@@ -98,11 +103,11 @@ class Site:
         return outcome
 
 
-@pytest.fixture
-def site(tmp_path: Path) -> Iterator[Site]:
-    made = Site(tmp_path)
+@pytest.fixture(scope="module")
+def site(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Site]:
+    made = Site(tmp_path_factory.mktemp("mcp"))
     yield made
-    for server in made.servers:
+    for server in made.servers.values():
         server.stop()
 
 
