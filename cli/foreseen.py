@@ -154,6 +154,8 @@ def _said(row: dict[str, Any]) -> str:
         words.append(" ".join(["would start", str(effect["command"]), *map(str, effect.get("args", []))])[:120])
     elif isinstance(effect, dict) and row["kind"] == "builtin.long_term_memory.write":
         words.append(f"would write the entry {effect.get('key')} in {effect.get('namespace')}"[:120])
+    if row["kind"] == "agent" and row["result"] == "requires_execution" and not row["dependsOn"]:
+        words.append("would ask a model")
     if row["reason"]:
         words.append(str(row["reason"]))
     elif row["dependsOn"]:

@@ -215,6 +215,8 @@ _VERBS: dict[str, tuple[str, str, str]] = {
     "gc": ("care", "gc", "Remove old runs, and give the space back."),
     "runs": ("show", "runs", "List runs."),
     "memory": ("memory", "memory", "Long-term memory: get, put, search, reindex."),
+    "providers": ("providers", "providers", "What each kind of model provider can do."),
+    "auth": ("providers", "auth", "Check the credentials of model providers."),
     "workers": ("workers", "workers", "Start, list, drain and stop workers."),
     "coordinator": ("workers", "coordinator", "Start a coordinator alone."),
     "version": ("misc", "version", "Show the version."),

@@ -34,6 +34,7 @@ from .render import (
     warn_findings,
     when,
 )
+from .streams import StreamDisplay
 
 if TYPE_CHECKING:
     from agentctl.coordinator.definition import LoadedDocument
@@ -154,7 +155,11 @@ def _submit(
     from agentctl.coordinator.submission import submit as submit_run
     from agentctl.store.clock import SystemIds
 
+    from .preflight import preflight
+
     document, plan, inputs, base = prepared
+    if not check:  # check mode talks to nobody
+        preflight(document, plan, base)
     store = open_store(settings, create=True)
     try:
         if keeps_artifacts(plan):
@@ -366,6 +371,7 @@ class _Follower:
         self._next = store.clock.monotonic() + (0.0 if at_once else progress.interval)
         self._lost = False
         self._seen: str | None = None
+        self._streams = StreamDisplay(printer.settings, store, self._views, run_id)
 
     def tick(self) -> None:
         """Look and show, if it is time. Never raises for a lost reader: the run does not end for it."""
@@ -374,6 +380,7 @@ class _Follower:
         if self._lost or started < self._next:
             return
         try:
+            self._streams.show()
             if self._printer.settings.output == "jsonl":
                 self.status_line()
                 interval = LINE_SECONDS
@@ -413,8 +420,10 @@ class _Follower:
         give_up_stdout(self._printer.settings, error)
 
     def close(self) -> None:
-        """Take the display away."""
+        """Take the display away, after the rest of what models have said."""
         try:
+            if not self._lost:
+                self._streams.finish()
             self._progress.close()
         except OSError as error:
             self.lose(error)

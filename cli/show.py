@@ -14,6 +14,7 @@ from .run import open_store, views_of
 
 SHOWN_TASKS = 200
 SHOWN_WAITING = 20
+SHOWN_VALUE = 200
 
 _STATES = ("running", "paused", "succeeded", "failed", "cancelled")
 
@@ -163,7 +164,8 @@ def inspect(settings: Settings, run_name: str) -> None:
 @click.argument("task_id", metavar="[TASK]", required=False)
 @pass_settings
 def logs(settings: Settings, run_name: str, task_id: str | None) -> None:
-    """What the commands of a run have printed, attempt by attempt; with TASK only those of one task.
+    """What the commands of a run have printed, attempt by attempt, and what its models and tools have said; with TASK
+    only those of one task.
 
     It is recorded when a command has ended, so there is nothing yet of one that runs. For people a head line with the
     exit code comes before each attempt, and stderr after stdout; with JSON output they are separate texts.
@@ -172,8 +174,14 @@ def logs(settings: Settings, run_name: str, task_id: str | None) -> None:
         views = views_of(store)
         run_id = views.find_run(run_name)
         entries = views.logs(run_id, task_id)
-        data = {"runId": run_id, "taskId": task_id, "attempts": entries}
-        Printer(settings).result("Logs", data, lambda out: _logs_for_people(out, entries))
+        said = views.conversation(run_id, task_id)
+        data = {"runId": run_id, "taskId": task_id, "attempts": entries, "conversation": said}
+
+        def human(out: Printer) -> None:
+            _logs_for_people(out, entries)
+            _conversation_for_people(out, said)
+
+        Printer(settings).result("Logs", data, human)
 
 
 def _logs_for_people(out: Printer, entries: list[dict[str, Any]]) -> None:
@@ -191,6 +199,33 @@ def _logs_for_people(out: Printer, entries: list[dict[str, Any]]) -> None:
             out.line(out.paint("(only a part was kept)", "yellow"))
         if entry["error"] is not None:
             out.line(out.paint(f"{entry['error']['code']}: {clean(entry['error']['message'])}", "red"))
+
+
+def _conversation_for_people(out: Printer, said: list[dict[str, Any]]) -> None:
+    """Turns and tool calls, each under a head line of its attempt."""
+    at = None
+    for step in said:
+        if at != (at := (step["taskId"], step["attempt"])):
+            out.line(out.bold(f"==> {clean(step['taskId'])}, attempt {step['attempt']}: conversation <=="))
+        if step["kind"] == "turn":
+            usage = step["usage"] or {}
+            spent = f", {usage.get('inputTokens', 0)} tokens in, {usage.get('outputTokens', 0)} out" if usage else ""
+            ended_by = f", {step['finishReason']}" if step["finishReason"] else ""
+            out.line(f"[{step['ordinal']}] {clean(step['provider'])}: {step['status']}{ended_by}{spent}")
+            if step["text"]:
+                out.line("\n".join("    " + clean(line) for line in step["text"].split("\n")))
+        else:
+            asked = (step["input"] or {}).get("input")
+            out.line(f"[{step['ordinal']}] {clean(step['tool'])}({_short(asked)}): {step['status']}")
+            if step["output"] is not None:
+                out.line("    " + _short(step["output"]))
+        if step["error"] is not None:
+            out.line(out.paint(f"    {step['error']['code']}: {clean(step['error']['message'])}", "red"))
+
+
+def _short(value: Any) -> str:
+    text = json.dumps(value, ensure_ascii=False)
+    return clean(text if len(text) <= SHOWN_VALUE else text[:SHOWN_VALUE] + "…")
 
 
 @click.command(cls=Verb)

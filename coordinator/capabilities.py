@@ -66,8 +66,11 @@ OPTIONS: dict[str, dict[str, Callable[[Any], bool]]] = {
 """Provider kind to the options that agents may set, with a check of the value. Other kinds take none."""
 
 
-def agent_problems(agent: Agent, kind: str) -> Iterator[tuple[Path, str]]:
-    """What an agent asks for that its provider kind does not offer: place below the agent, and message."""
+def agent_problems(agent: Agent, kind: str, *, priced: bool) -> Iterator[tuple[Path, str]]:
+    """What an agent asks for that its provider kind does not offer: place below the agent, and message.
+
+    `priced`: the document has a price of its model, so that a limit in dollars can be held.
+    """
     offered = CAPABILITIES[kind]
     wanted: list[tuple[str, str]] = []
     if agent.tools:
@@ -80,7 +83,7 @@ def agent_problems(agent: Agent, kind: str) -> Iterator[tuple[Path, str]]:
             wanted.append(("reasoning", "reasoning_mode"))
     if agent.stream:
         wanted.append(("stream", "streaming"))
-    if agent.usage_limit is not None and agent.usage_limit.max_cost_usd is not None:
+    if agent.usage_limit is not None and agent.usage_limit.max_cost_usd is not None and not priced:
         wanted.append(("usageLimit", "cost_metadata"))
     for name, capability in wanted:
         if capability not in offered:

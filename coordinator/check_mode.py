@@ -34,7 +34,7 @@ _OPAQUE = frozenset({"builtin.shell.exec", "extension.process", "mcp.call", "a2a
 """Kinds of which nobody knows what they change: programs, and whoever is asked over a network."""
 
 _CHANGES = _OPAQUE | {"builtin.write", "builtin.long_term_memory.write"}
-"""Kinds that change the world, which a check leaves as it is."""
+"""Kinds that change the world, which a check leaves as it is. What an agent does, nobody knows either."""
 
 _LOOKS = frozenset(
     {"builtin.read", "builtin.write", "builtin.long_term_memory.read", "builtin.long_term_memory.search"}
@@ -86,7 +86,7 @@ class CheckMode:
         task = self._index.tasks[position]
         if task.uses_kind in _GATHERING:
             return self._unknown(position, self.decision_reads(position))
-        blocked = self._unknown(position, self._index.input(position).references)
+        blocked = self._unknown(position, self._index.reads(position))
         if task.action_kind == "builtin.memory.read":
             keys = self._writers if task.memory_reads is None else task.memory_reads
             blocked += [name for key in keys if (name := self._unknown_writer(position, key)) is not None]
@@ -148,7 +148,7 @@ class CheckMode:
         It is found even where the rest of the input cannot be known.
         """
         own = self._index.tasks[position].vars
-        for item in sorted(self._index.input(position).references, key=lambda ref: (ref.root, ref.path)):
+        for item in sorted(self._index.reads(position), key=lambda ref: (ref.root, ref.path)):
             if item.root == "inputs" or (item.root == "vars" and item.path[0] not in own):
                 try:
                     resolve(item, scope)
@@ -217,7 +217,7 @@ class CheckMode:
         task = self._index.tasks[position]
         if task.uses_kind in _GATHERING:
             return list(self._index.needs[position])
-        found = self._guard_tasks(position) | self._sources(position, self._index.input(position).references)
+        found = self._guard_tasks(position) | self._sources(position, self._index.reads(position))
         if task.action_kind in _MEMORY_KINDS:
             for key in self._writers if task.memory_reads is None else task.memory_reads:
                 found.update(writer for writer in self._writers.get(key, ()) if writer < position)
@@ -264,7 +264,7 @@ class CheckMode:
             found = self._changes[seen] = [
                 other
                 for other, task in enumerate(self._index.tasks)
-                if task.action_kind in _CHANGES and _meet(self._seen_at(other), seen)
+                if (task.action_kind in _CHANGES or task.uses_kind == "agent") and _meet(self._seen_at(other), seen)
             ]
         return found
 
@@ -272,7 +272,7 @@ class CheckMode:
         """What of the world a task looks at or changes: a sort and names, None for a name that only a run knows."""
         task = self._index.tasks[position]
         kind = str(task.action_kind)
-        if kind in _OPAQUE:
+        if kind in _OPAQUE or task.uses_kind == "agent":
             return (None,)
         if kind in ("builtin.read", "builtin.write"):
             path = _literal(task.input.get("path"))

@@ -19,7 +19,7 @@ from agentctl.store.embedding import LOCAL_HASH
 from agentctl.store.memory_entries import DEFAULT_NAMESPACE
 
 from .capabilities import agent_problems
-from .definition import PROCESS_KINDS, LoadedDocument, Retry, Route, Task
+from .definition import PROCESS_KINDS, LoadedDocument, Retry, Route, Task, Tool
 from .diagnostics import Diagnostic, DocumentError, Path, did_you_mean
 from .expansion import ExpansionError, Fanout, expansion_id, loop_guard, output_of, plan_foreach, plan_loop, plan_matrix
 from .expressions import (
@@ -33,7 +33,7 @@ from .expressions import (
 )
 from .kinds import EFFECTS
 from .long_term_input import embeds, long_term_problems
-from .peers import asked_by, input_problems, peer_problems, with_peers
+from .peers import asked_by, call_problems, peer_problems, with_peers
 from .plan import (
     MAX_TASKS,
     MEMORY_WRITERS,
@@ -49,7 +49,8 @@ from .plan_size import problem, task_size
 from .readings import NOBODY, Reader, Readings, strings_in
 from .routing import destinations, route_as_json, route_problems
 from .subworkflows import Declared, Namespace, Role, flatten, uncalled
-from .variables import of_document, recorded_workflow, task_variables, workflow_variables
+from .tools import EFFECT_OF_TOOL, input_problems, tool_problems
+from .variables import instructions_of, of_document, recorded_workflow, task_variables, workflow_variables
 from .yaml_document import collector_paused
 
 __all__ = ["compile_workflow", "merge_inputs", "plan_as_json"]
@@ -106,6 +107,9 @@ _KINDS: dict[str, _Kind] = {
     ),
 }
 """The kinds that run; every other kind of the contract is refused by name where a task uses it."""
+
+MAX_SECONDS = 86_400
+"""Longest limit of a task (contract 1.7)."""
 
 _HINTS = 20
 """Findings that come with a hint."""
@@ -173,6 +177,8 @@ class _Source:
     child_ids: tuple[str, ...] = ()
     action_name: str = ""
     action_kind: str | None = None
+    agent_name: str = ""
+    instructions: str | None = None
     input: dict[str, Any] = field(default_factory=dict)
     memory_writes: tuple[str, ...] = ()
     memory_reads: tuple[str, ...] | None = ()
@@ -448,7 +454,9 @@ class _Compiler:
             self.check_schema(agent.structured_output, (*path, "structuredOutput"))
             provider = spec.providers.get(agent.provider)
             if provider is not None:
-                for where, message in agent_problems(agent, provider.kind):
+                prices = spec.runtime.pricing.models if spec.runtime.pricing is not None else {}
+                priced = f"{agent.provider}/{agent.model}" in prices
+                for where, message in agent_problems(agent, provider.kind, priced=priced):
                     self.report("unsupported_capability", message, (*path, *where))
         for name, item in spec.tools.items():
             path = ("spec", "tools", name)
@@ -456,6 +464,7 @@ class _Compiler:
                 self.missing("action", item.action, spec.actions, (*path, "action"))
             self.check_schema(item.input_schema, (*path, "inputSchema"))
             self.check_schema(item.output_schema, (*path, "outputSchema"))
+            self.check_tool(item, path)
         for name, action in spec.actions.items():
             self.check_schema(action.input_schema, ("spec", "actions", name, "inputSchema"))
             self.check_schema(action.output_schema, ("spec", "actions", name, "outputSchema"))
@@ -466,6 +475,18 @@ class _Compiler:
         if long_term is not None and long_term.embedding.provider not in ("local_hash", *spec.providers):
             place = ("spec", "memory", "longTerm", "embedding", "provider")
             self.missing("provider", long_term.embedding.provider, spec.providers, place)
+
+    def check_tool(self, tool: Tool, path: Path) -> None:
+        """A tool of kind action against its action."""
+        action = self.spec.actions.get(tool.action or "")
+        if action is None:
+            return
+        found = list(tool_problems(tool, action))
+        facts = _KINDS.get(action.kind)
+        if facts is not None and not found:
+            found = list(input_problems(tool, action, facts.fields, facts.required))
+        for place, message, hint in found:
+            self.report("schema_violation", message, (*path, *place), help=hint)
 
     def missing(self, what: str, name: str, known: Mapping[str, Any] | set[str], path: Sequence[str | int]) -> None:
         # Likeness is dear among thousands of names, and nobody reads hints by the hundred.
@@ -523,8 +544,8 @@ class _Compiler:
             self.check_router(task.route, source, ids, references)
             return
         kind, _, name = task.uses.partition(":")
-        if kind != "action":
-            self.unsupported(f"an agent ({name})", (*path, "uses"))
+        if kind == "agent":
+            self.check_agent(source, name, ids, references)
             return
         action = self.spec.actions.get(name)
         if action is None:
@@ -548,7 +569,7 @@ class _Compiler:
         self.check_input(source, facts)
         for field_name, message in (
             *long_term_problems(action.kind, source.input),
-            *input_problems(action.kind, source.input),
+            *call_problems(action.kind, source.input),
         ):
             self.report("schema_violation", message, self.input_path(source, field_name))
         self.check_extension_input(source)
@@ -593,18 +614,55 @@ class _Compiler:
                 self.input_path(source, field_name),
             )
             return
-        known = self.asked.setdefault(source.action_name, set())
+        self.check_asked(source.action_name, names)
+
+    def check_asked(self, action_name: str, names: set[str]) -> None:
+        """Take note of the servers or peers that an action may ask, and check those that are new."""
+        known = self.asked.setdefault(action_name, set())
         for each in sorted(names - known):
-            for code, path, message, hint in peer_problems(self.spec, source.action_kind, each):
+            for code, path, message, hint in peer_problems(self.spec, self.spec.actions[action_name].kind, each):
                 self.report(code, message, path, help=hint)
         known |= names
+
+    def check_agent(self, source: _Source, name: str, ids: set[str], references: set[Ref]) -> None:
+        """A task that a model carries out. What it reads is in `references`, but for the instructions of its agent."""
+        agent = self.spec.agents.get(name)
+        if agent is None:
+            self.missing("agent", name, self.spec.agents, (*source.path, "uses"))
+            return
+        source.agent_name, source.predictability, source.input = name, _RUN, source.task.with_
+        tools = [(tool, self.spec.tools[tool]) for tool in agent.tools if tool in self.spec.tools]
+        calls = max((tool.timeout_seconds for _, tool in tools), default=0)
+        # Without a limit of its own a task may take what its turns and calls may take together.
+        longest = min(MAX_SECONDS, agent.max_turns * agent.timeout_seconds + agent.max_tool_calls * calls)
+        source.timeout_seconds = source.task.timeout_seconds or longest
+        text = instructions_of(self.document, name)
+        if has_template(text):
+            own = text if source.namespace is None else source.namespace.value(text)
+            place = "instructions" if agent.instructions is not None else "instructionsFile"
+            references |= self.references(own, ("spec", "agents", name, place), source, ids)
+            source.instructions = own if own != text else None
+        for tool_name, tool in tools:
+            action = self.spec.actions.get(tool.action or "")
+            if tool.action is None or action is None:
+                continue
+            if action.kind not in _KINDS:
+                self.unsupported(f"an action of kind {action.kind}", ("spec", "tools", tool_name, "action"))
+                continue
+            self.check_action_features(tool.action)
+            asked = asked_by(action.kind)
+            if asked is not None:
+                # The model chooses, unless the action itself names one.
+                declared = self.spec.mcp_servers if asked[1] == "mcpServers" else self.spec.a2a_peers
+                fixed = action.with_.get(asked[0])
+                self.check_asked(tool.action, {fixed} if type(fixed) is str and fixed in declared else set(declared))
+            if source.namespace is not None and action.kind in _OWN_NAMES:
+                self.unsupported("a tool for long-term memory in a sub-workflow", (*source.path, "uses"))
+        self.memory_keys(source, references)
 
     def check_action_features(self, name: str) -> None:
         action = self.spec.actions[name]
         path: Path = ("spec", "actions", name)
-        if action.env:
-            hint = "pass plain values in the task's with.env, or let the program read the secret itself"
-            self.unsupported("a secret reference in the env of an action", (*path, "env"), hint)
         for index, pattern in enumerate(action.artifacts):
             self.check_artifact(pattern, (*path, "artifacts", index))
         if action.isolation == "container":
@@ -1041,11 +1099,19 @@ class _Compiler:
             workflow = {**workflow, "spec": {**workflow["spec"], "tasks": [_flat(item) for item in self.declared]}}
         workflow = recorded_workflow(workflow, self.document)
         spec = workflow["spec"]
-        used = sorted({node.source.action_name for node in ordered} - {""})
-        kinds = sorted({node.source.action_kind for node in ordered if node.source.action_kind is not None})
+        agents = sorted({node.source.agent_name for node in ordered} - {""})
+        tools = sorted({tool for name in agents for tool in self.spec.agents[name].tools})
+        called = {self.spec.tools[tool].action or "" for tool in tools}
+        used = sorted({node.source.action_name for node in ordered} - {""} | called - {""})
+        kinds = sorted(
+            {node.source.action_kind for node in ordered if node.source.action_kind is not None}
+            | {self.spec.actions[name].kind for name in called - {""}}
+            | {EFFECT_OF_TOOL.get(self.spec.tools[tool].kind, "") for tool in tools}
+        )
+        providers = sorted({self.spec.agents[name].provider for name in agents})
         requirements: dict[str, Any] = {
-            "providers": [],
-            "tools": [],
+            "providers": providers,
+            "tools": tools,
             "effects": [kind for kind in kinds if kind in EFFECTS],
             "processes": sorted({command for name in used if (command := self.spec.actions[name].command)}),
         }
@@ -1073,6 +1139,9 @@ class _Compiler:
                 "plannedLoopIterations": iterations,
             },
             actions={name: with_peers(spec["actions"][name], spec, self.asked.get(name, ())) for name in used},
+            agents={name: self.compiled_agent(name, spec["agents"][name]) for name in agents},
+            providers={name: spec["providers"][name] for name in providers},
+            tools={name: spec["tools"][name] for name in tools},
             policy=spec["policy"],
             memory=spec["memory"]["working"],
             inputs=spec["inputs"],
@@ -1080,6 +1149,11 @@ class _Compiler:
             outputs=spec["outputs"],
             show_diff=self.spec.output.show_diff,
         )
+
+    def compiled_agent(self, name: str, declared: dict[str, Any]) -> dict[str, Any]:
+        """An agent with the text of its instructions, wherever that stands."""
+        text = instructions_of(self.document, name)
+        return {**declared, "instructions": text, "instructionsDigest": hex_digest(text)}
 
     def compiled(self, node: _Node, after: tuple[int, ...]) -> CompiledTask:
         source, task = node.source, node.source.task
@@ -1101,8 +1175,8 @@ class _Compiler:
         return CompiledTask(
             node.id,
             node.position,
-            "router" if task.route is not None else "action" if source.role == "task" else source.role,
-            source.workflow or source.action_name or "router",
+            _uses_kind(source),
+            source.workflow or source.action_name or source.agent_name or "router",
             source.action_kind,
             node.needs,
             expansion,
@@ -1120,6 +1194,7 @@ class _Compiler:
             source.predictability,
             tuple(source.guards),
             None if task.route is None else route_as_json(task.route),
+            instructions=source.instructions,
         )
 
     def last_decision(self, node: _Node) -> dict[str, Any]:
@@ -1154,6 +1229,14 @@ def _planned(sources: Iterable[_Source]) -> tuple[int, int]:
         else:
             children += source.fanout.size
     return children, iterations
+
+
+def _uses_kind(source: _Source) -> str:
+    if source.task.route is not None:
+        return "router"
+    if source.role != "task":
+        return source.role
+    return "agent" if source.agent_name else "action"
 
 
 def _flat(item: Declared) -> dict[str, Any]:

@@ -182,9 +182,14 @@ class Provider(Part):
     credential: SecretReference | None = Field(default=None, description="Where the API key comes from.")
     api_version: Text | None = Field(default=None, description="Version that the service expects in requests.")
     headers: SecretMap = Field(default_factory=dict, description="Extra request headers by name.")
+    script: Text | None = Field(
+        default=None, description="File in the workspace with the answers that a provider of kind fake plays."
+    )
 
     @model_validator(mode="after")
     def _endpoint(self) -> Self:
+        if self.script is not None and self.kind != "fake":
+            raise problem("only a provider of kind fake has a script", at=("script",))
         if self.kind == "openai_compatible" and self.endpoint is None:
             raise problem("a provider of kind openai_compatible needs an endpoint")
         return self

@@ -33,7 +33,7 @@ def asked_by(kind: str | None) -> tuple[str, str] | None:
     return None if found is None else (found[0], found[1])
 
 
-def input_problems(kind: str, given: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+def call_problems(kind: str, given: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     """(field, message) of what is wrong with the literal part of an input."""
     value = given.get("arguments")
     if kind == "mcp.call" and value is not None and not isinstance(value, dict) and not has_template(value):

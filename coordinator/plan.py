@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any
 
-from agentctl.store.canonical import Json, canonical
+from agentctl.store.canonical import Json, canonical, hex_digest
 from agentctl.store.errors import IncompatibleVersion
 
 PLAN_FORMAT = 1
@@ -68,9 +68,9 @@ class Expansion:
 
 
 USES_KINDS = frozenset(
-    {"action", "aggregate", "router", "loop_aggregate", "subworkflow_input", "subworkflow_aggregate"}
+    {"action", "agent", "aggregate", "router", "loop_aggregate", "subworkflow_input", "subworkflow_aggregate"}
 )
-"""What a compiled task can be (contract 2.11). All but actions are evaluated by the driver."""
+"""What a compiled task can be (contract 2.11). All but actions and agents are evaluated by the driver."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,6 +92,7 @@ class CompiledTask:
     * `route_guards`: (router, destination) pairs; the task is skipped unless each router that succeeded
       has chosen the destination, which is the task itself or what it was expanded from.
     * `route`: of a router, its `cases` and `default`; what it selects by is `input["select"]`.
+    * `instructions`: of an agent in a sub-workflow, the text with the paths that it has there; else the plan has it.
     * `loop`: of a loop aggregate, its `while` and `maxIterations`, and of the last decision the `vars` and `dataVars`.
     """
 
@@ -117,6 +118,7 @@ class CompiledTask:
     route_guards: tuple[tuple[str, str], ...] = ()
     route: dict[str, Any] | None = None
     loop: dict[str, Any] | None = None
+    instructions: str | None = None
 
     def to_json(self) -> dict[str, Any]:
         """The form of contract 2.11 with this project's fields. Values are shared, not copied."""
@@ -153,6 +155,8 @@ class CompiledTask:
             data["route"] = self.route
         if self.loop is not None:
             data["loop"] = self.loop
+        if self.instructions is not None:
+            data["instructions"] = self.instructions
         return data
 
     @staticmethod
@@ -189,6 +193,7 @@ class CompiledTask:
             tuple((item["router"], item.get("destination", data["id"])) for item in data.get("routeGuards", ())),
             data.get("route"),
             data.get("loop"),
+            data.get("instructions"),
         )
 
 
@@ -196,7 +201,8 @@ class CompiledTask:
 class Plan:
     """A compiled workflow, frozen.
 
-    `actions` are the definitions that tasks use, `policy` the whole policy, both with every default;
+    `actions` are the definitions that tasks and tools use, `policy` the whole policy, both with every default;
+    `agents` (each with the text of its `instructions`), `providers` and `tools` are those that tasks use;
     `memory` is the initial working memory, `inputs` the run inputs as merged at compile time, `vars` the
     workflow's variables (data, never rendered), `outputs` the templates of the run output. Both digests
     are bare hex.
@@ -220,6 +226,9 @@ class Plan:
     vars: dict[str, Any]
     outputs: dict[str, Any]
     show_diff: bool
+    agents: dict[str, Any] = field(default_factory=dict)
+    providers: dict[str, Any] = field(default_factory=dict)
+    tools: dict[str, Any] = field(default_factory=dict)
 
     def to_json(self) -> dict[str, Any]:
         """The stored form. For large plans prefer `canonical_chunks`, which never holds the whole text."""
@@ -247,6 +256,7 @@ class Plan:
             "vars": self.vars,
             "outputs": self.outputs,
             "showDiff": self.show_diff,
+            **({} if not self.agents else {"agents": self.agents, "providers": self.providers, "tools": self.tools}),
         }
 
     def canonical_chunks(self) -> Iterator[str]:
@@ -294,12 +304,17 @@ class Plan:
             vars=data["vars"],
             outputs=data["outputs"],
             show_diff=data["showDiff"],
+            agents=data.get("agents", {}),
+            providers=data.get("providers", {}),
+            tools=data.get("tools", {}),
         )
 
 
 def keeps_artifacts(plan: Plan) -> bool:
     """Whether a task of this plan may leave artifacts, so that the run needs a store that can be written."""
     if any(action["kind"] == "builtin.write" or action.get("artifacts") for action in plan.actions.values()):
+        return True
+    if any(tool["kind"] == "builtin.workspace.write" for tool in plan.tools.values()):
         return True
     return any("artifacts" in task.input for task in plan.tasks.values() if task.action_kind == "builtin.shell.exec")
 
@@ -313,6 +328,11 @@ _PLAN_FIELDS = (
 def plan_as_json(plan: Plan) -> dict[str, Any]:
     """What `agentctl plan` prints (contract 2.11)."""
     data = plan.to_json()
+    for task in data["tasks"].values():
+        if task["uses"]["kind"] == "agent":
+            own = task.pop("instructions", None)
+            known = plan.agents[task["uses"]["name"]]["instructionsDigest"]
+            task["instructionsDigest"] = known if own is None else hex_digest(own)
     return {name: data[name] for name in _PLAN_FIELDS}
 
 

@@ -7,7 +7,7 @@ from typing import Any
 
 from agentctl.store.canonical import canonical, text_digest
 
-from .expressions import Condition, Renderer, compile_condition, compile_value, compile_vars
+from .expressions import Condition, Ref, Renderer, compile_condition, compile_value, compile_vars, has_template
 from .plan import CompiledTask, Plan
 
 EFFECT_FREE = frozenset({"builtin.assign", "builtin.assert", "builtin.memory.read"})
@@ -40,7 +40,7 @@ class PlanIndex:
     def effect_free(self, position: int) -> bool:
         """Whether the driver itself evaluates this task."""
         task = self.tasks[position]
-        return task.uses_kind != "action" or task.action_kind in EFFECT_FREE
+        return task.uses_kind not in ("action", "agent") or task.action_kind in EFFECT_FREE
 
     def condition(self, position: int) -> Condition | None:
         """The guard of a task."""
@@ -62,11 +62,26 @@ class PlanIndex:
             renderer = self._renderers[id(value)] = compile_value(value)
         return renderer
 
+    def instructions(self, position: int) -> Renderer | None:
+        """The renderer of an agent's instructions; None for other tasks, and for text without templates."""
+        task = self.tasks[position]
+        if task.uses_kind != "agent":
+            return None
+        text = task.instructions if task.instructions is not None else self.plan.agents[task.uses_name]["instructions"]
+        return compile_value(text) if has_template(text) else None
+
+    def reads(self, position: int) -> frozenset[Ref]:
+        """All that the rendering of a task's input reads, for an agent with its instructions."""
+        said = self.instructions(position)
+        found = self.input(position).references
+        return found if said is None else found | said.references
+
     def fingerprints(self, position: int) -> tuple[str, str]:
         """(definition, output contract) of a task: what it takes to tell later whether its result can be reused.
 
-        The definition is the compiled task and its action, without the policy, without its place in the plan, and
-        without the order that only memory gives it (contract table, row 14).
+        The definition is the compiled task and its action (or its agent with provider, tools, their actions and the
+        instructions), without the policy, without its place in the plan, and without
+        the order that only memory gives it (contract table, row 14).
         """
         task = self.tasks[position]
         schema = task.output_schema
@@ -78,17 +93,32 @@ class PlanIndex:
             data = task.to_json()
             for name in ("id", "vars", "dataVars", "expansion", "position", "memoryAfter"):
                 data.pop(name, None)
-            shared = text_digest(canonical([data, self.plan.actions.get(task.uses_name)]))
-            contract = text_digest(canonical(contract_of(task.uses_kind, schema)))
+            shared = text_digest(canonical([data, self._definition(task)]))
+            contract = text_digest(canonical(contract_of(task.uses_kind, self._schema(task))))
             known = self._shared[key] = (shared, contract)
         child = task.expansion
         own = canonical([task.id, None if child is None else [child.index, child.bindings], task.vars, task.data_vars])
         return text_digest(f'[{own},"{known[0]}"]'), known[1]
 
+    def _definition(self, task: CompiledTask) -> Any:
+        if task.uses_kind != "agent":
+            return self.plan.actions.get(task.uses_name)
+        plan, agent = self.plan, self.plan.agents[task.uses_name]
+        tools = {name: plan.tools[name] for name in agent["tools"]}
+        actions = {tool["action"]: plan.actions[tool["action"]] for tool in tools.values() if tool.get("action")}
+        return [agent, plan.providers[agent["provider"]], tools, actions]
+
+    def _schema(self, task: CompiledTask) -> dict[str, Any] | bool | None:
+        """The declared schema of a task's output, for an agent that of its answer (contract 4.6)."""
+        if task.output_schema is None and task.uses_kind == "agent":
+            answer: dict[str, Any] | bool | None = self.plan.agents[task.uses_name]["structuredOutput"]
+            return answer
+        return task.output_schema
+
     def contract(self, position: int) -> Callable[[Any], str | None] | None:
         """The check of a task's output schema: returns what is wrong, or None. None if the kind's contract holds."""
         task = self.tasks[position]
-        schema = task.output_schema
+        schema = self._schema(task)
         if schema is None:
             # All other kinds make nothing but objects.
             return _no_object if task.action_kind == "extension.process" else None

@@ -8,8 +8,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+from agentctl.store import answers
 from agentctl.store.canonical import canonical, loads
 from agentctl.store.clock import IdSource
+from agentctl.store.conversations import PREFIX
 from agentctl.store.engine import Store
 from agentctl.store.errors import PolicyError, UsageError
 from agentctl.store.policy import Policy, decide_effect, policy_name_of
@@ -45,6 +47,7 @@ def reconcile(store: Store, effect: dict[str, Any], conclusion: Conclusion, ids:
     request = effect["request"]
     _check_words(conclusion)
     _check_result(conclusion, request["operation"])
+    usage = _check_step(store, request, conclusion)
     authorization = _authorize(store, request, conclusion)
     evidence = conclusion.evidence
     if evidence is None:
@@ -60,6 +63,7 @@ def reconcile(store: Store, effect: dict[str, Any], conclusion: Conclusion, ids:
         result_json=canonical(conclusion.result) if conclusion.has_result else None,
         result_schema_json=None if conclusion.result_schema is None else canonical(conclusion.result_schema),
         compensation_effect_id=conclusion.compensation_effect_id,
+        usage=usage,
     )
     return new.reconciliation_id, store.reconcile(new)
 
@@ -86,9 +90,11 @@ def _check_result(conclusion: Conclusion, operation: str) -> None:
             f"the result of {operation} is a JSON object, this one is not",
             remedy="`agentctl effects inspect EFFECT` of an effect that succeeded shows the form",
         )
-    schema = conclusion.result_schema
-    if schema is None:
-        return
+    if conclusion.result_schema is not None:
+        _check_schema(conclusion.result, conclusion.result_schema, "its schema")
+
+
+def _check_schema(result: Any, schema: dict[str, Any] | bool, what: str) -> None:
     import jsonschema_rs
 
     def refuse(uri: str) -> Any:
@@ -99,9 +105,35 @@ def _check_result(conclusion: Conclusion, operation: str) -> None:
     except (ValueError, jsonschema_rs.ValidationError, jsonschema_rs.ReferencingError) as error:
         first = str(error).split("\n", 1)[0]
         raise UsageError(f"the result's schema is no JSON Schema (Draft 2020-12): {first}") from None
-    for found in validator.iter_errors(conclusion.result):
+    for found in validator.iter_errors(result):
         where = "/".join(str(part) for part in found.instance_path)
-        raise UsageError(f"the result does not fit its schema: {found.message} (at /{where})")
+        raise UsageError(f"the result does not fit {what}: {found.message} (at /{where})")
+
+
+def _check_step(store: Store, request: dict[str, Any], conclusion: Conclusion) -> dict[str, int] | None:
+    """The result of a step of an agent is what its model or its tool would have given; what it has used, if it tells.
+
+    The agent goes on with it, so it is held to the contract of the step (contract 5.5).
+    """
+    operation, model = request["operation"], request["effectClass"] == "model"
+    if conclusion.status != "applied" or not (model or operation.startswith(PREFIX)):
+        return None
+    models = loads(store.run_settings(request["runId"])[0]).get("models") or {}
+    if model:
+        problem = answers.answer_problem(conclusion.result)
+        if problem is not None:
+            raise UsageError(
+                f"the result of {operation} is no answer of a model: {problem}",
+                remedy="`agentctl effects inspect EFFECT` of an effect of this provider that succeeded shows the form",
+            )
+        price = models.get("pricing", {}).get(f"{operation}/{request['input'].get('model')}")
+        return answers.used(conclusion.result["usage"], price)
+    name = operation.removeprefix(PREFIX)
+    tool = models.get("tools", {}).get(name)
+    if tool is None:
+        raise UsageError(f"the run has no tool {name!r}, so nobody can tell whether this is a result of it")
+    _check_schema(conclusion.result, tool["outputSchema"], f"the outputSchema of the tool {name!r}")
+    return {"toolCalls": 1}
 
 
 def _authorize(store: Store, request: dict[str, Any], conclusion: Conclusion) -> dict[str, Any]:

@@ -534,9 +534,11 @@ class Scheduler:
             else:
                 rendered = self.index.input(position)(scope)
                 rendered_text = canonical(rendered)
-                digest = self._input_digest(position, rendered_text, own, snapshot)
+                said = self._instructions(position, scope)
+                depends_on = rendered_text if said is None else f"{rendered_text},{canonical(said)}"
+                digest = self._input_digest(position, depends_on, own, snapshot)
                 if not self.index.effect_free(position):
-                    self._enqueue(position, rendered, rendered_text, decision, digest, snapshot, batch)
+                    self._enqueue(position, rendered, rendered_text, decision, digest, snapshot, batch, said)
                     return
                 text = self._evaluate(task, rendered, rendered_text, memory_values)
             self.attempt[position] += 1
@@ -569,6 +571,7 @@ class Scheduler:
         digest: str,
         snapshot: dict[str, str],
         batch: Batch,
+        said: str | None = None,
     ) -> None:
         task = self.index.tasks[position]
         memory = ""
@@ -580,6 +583,9 @@ class Scheduler:
             foreseen = self._check.foreseen_text(position, rendered.get("path"))
             memory = "" if foreseen is None else f',"foreseen":{canonical(foreseen)}'
         input_json = f'{{"action":{canonical(task.uses_name)},"input":{rendered_text}{memory}}}'
+        if task.uses_kind == "agent":
+            instructions = "" if said is None else f',"instructions":{canonical(said)}'
+            input_json = f'{{"agent":{canonical(task.uses_name)},"input":{rendered_text}{instructions}}}'
         number = self.attempt[position] + 1
         origin = self.state[position]
         batch.readies.append((decision, digest, position))
@@ -587,6 +593,16 @@ class Scheduler:
         self._bytes += len(input_json)
         self._in_flight.add(position)
         self._move(position, "ready", origin, batch, decision=decision)
+
+    def _instructions(self, position: int, scope: Scope) -> str | None:
+        """The rendered instructions of an agent, if they have templates. Raises `TaskFault`."""
+        renderer = self.index.instructions(position)
+        if renderer is None:
+            return None
+        said = renderer(scope)
+        if not isinstance(said, str):
+            raise TaskFault("invalid_input", "the instructions of an agent must be text; this template gives a value")
+        return said
 
     def _decision(
         self, expression: str, own: Any, snapshot: dict[str, str], needs: Iterable[int], result: bool

@@ -50,6 +50,17 @@ def budget_limits(budget: Mapping[str, Any]) -> dict[str, int]:
     return {dimension: limits[name] for name, dimension in _LIMITS.items() if limits.get(name) is not None}
 
 
+def model_settings(plan: Plan) -> dict[str, Any]:
+    """What a worker has to know of a plan with agents (`models` of the settings of a run): names, never secrets."""
+    return {
+        "workflow": plan.workflow_name,
+        "agents": plan.agents,
+        "providers": plan.providers,
+        "tools": plan.tools,
+        "pricing": (plan.budget.get("pricing") or {}).get("models", {}),
+    }
+
+
 def submit(
     store: Store,
     document: LoadedDocument,
@@ -84,6 +95,8 @@ def submit(
     if check:
         settings["check"] = True
         content += "\ncheck"
+    if plan.agents:
+        settings["models"] = model_settings(plan)
     long_term = document.workflow["spec"]["memory"]["longTerm"]
     if long_term is not None:
         settings["longTerm"] = long_term

@@ -23,6 +23,7 @@ from agentctl.store.policy import is_inside
 from .definition import RESERVED_VARIABLES, Agent, LoadedDocument, Task
 from .diagnostics import Diagnostic, DocumentError, Path
 from .expressions import has_template
+from .instructions import read_instructions
 from .yaml_document import YamlDocument, parse_document, read_bytes
 
 MAX_FILES = 256
@@ -71,6 +72,8 @@ class Captured:
     files: Mapping[Path, tuple[VariableFile, ...]] = field(default_factory=dict)
     given_files: tuple[VariableFile, ...] = ()
     given_pairs: Mapping[str, Any] = field(default_factory=dict)
+    instructions: Mapping[str, str] = field(default_factory=dict)
+    """The texts of `instructionsFile`, by agent."""
     given: dict[str, Any] = field(init=False)
     """What the command line gives in all; it wins over all of the document."""
 
@@ -83,7 +86,7 @@ class Captured:
 
     def is_empty(self) -> bool:
         """Whether all variables stand in the document itself."""
-        return not (self.files or self.given_files or self.given_pairs)
+        return not (self.files or self.given_files or self.given_pairs or self.instructions)
 
     def as_json(self) -> dict[str, Any]:
         """The stored form. Names of files on the command line are left out: where they lie means nothing to a run."""
@@ -93,7 +96,8 @@ class Captured:
             for item in self.files[path]
         ]
         given = [{"digest": item.digest, "values": item.values} for item in self.given_files]
-        return {"formatVersion": 1, "files": declared, "givenFiles": given, "given": dict(self.given_pairs)}
+        data = {"formatVersion": 1, "files": declared, "givenFiles": given, "given": dict(self.given_pairs)}
+        return {**data, "instructions": dict(self.instructions)} if self.instructions else data
 
 
 NOTHING = Captured()
@@ -131,6 +135,7 @@ def capture(
     reader = _Reader(document, document.base_dir if workspace is None else workspace)
     declared = {path: tuple(reader.declared(path, names)) for path, names in _declarations(document)}
     given = tuple(reader.given(files))
+    instructions = read_instructions(document, reader.found, workspace)
     values = dict(pairs or {})
     for name in sorted(RESERVED_VARIABLES.intersection(values)):
         reader.found.append(Diagnostic("schema_violation", f"--var {name}: {_RESERVED}", help="use another name"))
@@ -140,7 +145,7 @@ def capture(
         reader.found.append(Diagnostic("schema_violation", f"--var: {error.message}"))
     if reader.found:
         raise DocumentError(reader.found)
-    return replace(document, variables=Captured(declared, given, values))
+    return replace(document, variables=Captured(declared, given, values, instructions))
 
 
 def _declarations(document: LoadedDocument) -> Iterator[tuple[Path, list[str]]]:
@@ -271,9 +276,16 @@ def of_document(document: LoadedDocument) -> Captured:
     """What was captured for a document. Raises `ValueError` when it names files and nobody has captured them."""
     if document.variables is not None:
         return document.variables
-    if any(True for _ in _declarations(document)):
-        raise ValueError("the variables of this document were not captured")
+    agents = document.model.spec.agents.values()
+    if any(True for _ in _declarations(document)) or any(agent.instructions_file is not None for agent in agents):
+        raise ValueError("the variables and instructions of this document were not captured")
     return NOTHING
+
+
+def instructions_of(document: LoadedDocument, agent: str) -> str:
+    """The system text of an agent, templates not rendered. `ValueError` as for `of_document`."""
+    text = document.model.spec.agents[agent].instructions
+    return of_document(document).instructions[agent] if text is None else text
 
 
 def workflow_variables(document: LoadedDocument) -> dict[str, Any]:

@@ -6,7 +6,7 @@ may have happened. A final status never changes; the database refuses it.
 
 from __future__ import annotations
 
-from . import approvals, holds, ledger, long_term, protocols, reconciliations
+from . import approvals, conversations, holds, ledger, long_term, protocols, reconciliations
 from .canonical import canonical
 from .database import Connection, all_rows
 from .errors import ConflictError, IncompatibleVersion, LeaseLost
@@ -18,6 +18,7 @@ from .records import (
     Event,
     Fence,
     RecordedEffect,
+    RecordedStep,
     StartedEffect,
     StartRefused,
 )
@@ -106,6 +107,7 @@ def start(
             "UPDATE effects SET status = 'started', dispatches = ?, started_at = ? WHERE effect_id = ?",
             (dispatch, now, request.effect_id),
         )
+    conversations.begin_call(tx, request, run_id, task_id, now=now)
     events.append(Event("effect.started", task_id, f'{{"dispatch":{dispatch},"effectId":"{request.effect_id}"}}'))
     return StartedEffect(dispatch), run_id, events
 
@@ -177,12 +179,12 @@ def end(
         )
         return None
     if finish.status in ("requested", "cancelled"):
-        tx.execute(
+        row = tx.execute(
             "UPDATE effects SET status = 'requested', dispatches = dispatches - 1 "
-            "WHERE effect_id = ? AND status = 'started'",
+            "WHERE effect_id = ? AND status = 'started' RETURNING operation",
             (finish.effect_id,),
-        )
-        _require_one(tx, finish.effect_id)
+        ).fetchone()
+        conversations.forget_call(tx, run_id, finish.effect_id, _moved(row, finish.effect_id))
         ledger.release(tx, run_id, task_id, finish.effect_id, finish.dispatch, events)
         if finish.status == "cancelled":
             tx.execute(
@@ -192,9 +194,9 @@ def end(
         else:
             events.append(Event("effect.not_dispatched", task_id, f'{{"effectId":"{finish.effect_id}"}}'))
         return None
-    tx.execute(
+    row = tx.execute(
         "UPDATE effects SET status = ?, confirmed = ?, result_json = ?, error_json = ?, notes_json = ?, "
-        "completed_at = ? WHERE effect_id = ? AND status = 'started'",
+        "completed_at = ? WHERE effect_id = ? AND status = 'started' RETURNING operation",
         (
             finish.status,
             1 if finish.status == "succeeded" else 0,
@@ -204,19 +206,24 @@ def end(
             now,
             finish.effect_id,
         ),
-    )
-    _require_one(tx, finish.effect_id)
+    ).fetchone()
+    operation = _moved(row, finish.effect_id)
+    conversations.end_call(tx, run_id, finish.effect_id, operation, finish.status, finish.result_json, now=now)
     if finish.memory is not None and finish.status == "succeeded":
         long_term.put(tx, finish.memory, now=now)
+    if finish.session is not None and finish.status == "succeeded":
+        conversations.put_session(tx, run_id, task_id, finish.effect_id, finish.session, now=now)
     events.append(Event("effect." + finish.status, task_id, f'{{"effectId":"{finish.effect_id}"}}'))
     if finish.status != "uncertain" and (finish.reserved or finish.usage):
         return ledger.settle(tx, run_id, task_id, finish.effect_id, finish.dispatch, finish.usage, events, now=now)
     return None
 
 
-def _require_one(tx: Connection, effect_id: str) -> None:
-    if tx.changes() != 1:
+def _moved(row: tuple[str] | None, effect_id: str) -> str:
+    """The operation of the effect that an update has met. Raises `LeaseLost` when it met none."""
+    if row is None:
         raise LeaseLost(f"effect {effect_id} is no longer started; its end is not recorded")
+    return row[0]
 
 
 def back_to_requested(
@@ -225,11 +232,12 @@ def back_to_requested(
     """A lost dispatch that may be repeated: `started -> requested`. What it reserved stays charged (architecture 4)."""
     row = tx.execute(
         "UPDATE effects SET status = 'requested' WHERE effect_id = ? AND status = 'started' "
-        "RETURNING run_id, dispatches",
+        "RETURNING run_id, dispatches, operation",
         (effect_id,),
     ).fetchone()
     if row is None:
         raise ConflictError(f"effect {effect_id} is not started")
+    conversations.forget_call(tx, row[0], effect_id, row[2])
     ledger.charge_lost(tx, row[0], task_id, effect_id, row[1], events, now=now)
     return Event("effect.requested", task_id, canonical({"effectId": effect_id, "reason": reason, "again": True}))
 
@@ -239,18 +247,19 @@ def mark_uncertain(tx: Connection, effect_id: str, task_id: str, *, reason: str,
 
     `holder` names a process that may still be carrying it out, since it could not be ended (architecture 4).
     """
-    tx.execute(
+    row = tx.execute(
         "UPDATE effects SET status = 'uncertain', completed_at = ?, error_json = ?, notes_json = ? "
-        "WHERE effect_id = ? AND status = 'started'",
+        "WHERE effect_id = ? AND status = 'started' RETURNING run_id, operation",
         (
             now,
             canonical({"code": "uncertain_effect", "message": reason, "retryable": False}),
             None if holder is None else canonical({"holderMayLive": holder}),
             effect_id,
         ),
-    )
-    if tx.changes() != 1:
+    ).fetchone()
+    if row is None:
         raise ConflictError(f"effect {effect_id} is not started")
+    conversations.end_call(tx, row[0], effect_id, row[1], "uncertain", None, now=now)
     return Event("effect.uncertain", task_id, canonical({"effectId": effect_id, "reason": reason}))
 
 
@@ -284,6 +293,30 @@ def abandon(tx: Connection, attempt_ids: list[int], events: list[Event], *, now:
             Event("effect.cancelled", task_id, canonical({"effectId": effect_id, "reason": "attempt_closed"}))
             for effect_id, task_id in rows
         )
+
+
+def recorded(tx: Connection, attempt_id: int) -> dict[int, RecordedStep]:
+    """Steps of an attempt whose result is known, by ordinal: confirmed, or reconciled as applied (contract 5.3).
+
+    Raises `IncompatibleVersion`.
+    """
+    found: dict[int, RecordedStep] = {}
+    for ordinal, effect_id, version, status, result_json in all_rows(
+        tx.execute(
+            "SELECT ordinal, effect_id, format_version, status, result_json FROM effects "
+            "WHERE attempt_id = ? AND status IN ('succeeded', 'uncertain') ORDER BY ordinal",
+            (attempt_id,),
+        )
+    ):
+        if version > EFFECT_FORMAT_VERSION:
+            raise IncompatibleVersion(f"effect {effect_id} has format {version}; upgrade agentctl")
+        if status == "uncertain":
+            said = reconciliations.latest(tx, effect_id)
+            if said is None or said[1] != "applied":
+                continue
+            result_json = said[2]
+        found[ordinal] = RecordedStep(effect_id, result_json)
+    return found
 
 
 def expected_of(tx: Connection, attempt_id: int, ordinal: int) -> str | None:

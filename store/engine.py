@@ -19,6 +19,7 @@ from . import (
     approvals,
     audit,
     commits,
+    conversations,
     effects,
     holds,
     ledger,
@@ -57,6 +58,7 @@ from .records import (
     ProcessRow,
     ProtocolNote,
     RecordedEffect,
+    RecordedStep,
     Run,
     RunDocuments,
     StartedEffect,
@@ -527,6 +529,26 @@ class Store:
         """What an earlier delivery recorded as expected for this ordinal."""
         with self.database.read() as tx:
             return effects.expected_of(tx, attempt_id, ordinal)
+
+    def recorded_steps(self, attempt_id: int) -> dict[int, RecordedStep]:
+        """The effects of an attempt whose results are known, by ordinal."""
+        with self.database.read() as tx:
+            return effects.recorded(tx, attempt_id)
+
+    def stream_event(self, fence: Fence, effect_id: str, event: dict[str, Any]) -> bool:
+        """Store an event of a streamed answer, before more of it is read; see `conversations.append_event`.
+
+        A killed process does not lose it; a power cut may, and then the answer that it belongs to is lost with it: the
+        confirmation of the answer makes all its events durable.
+        """
+        now = self.clock.now()
+        with self.database.write() as tx:
+            return conversations.append_event(tx, fence, effect_id, event, now=now)
+
+    def request_number(self, effect_id: str) -> int:
+        """Which request of its run to its provider a model effect is, from 1."""
+        with self.database.read() as tx:
+            return conversations.request_number(tx, effect_id)
 
     def renew(
         self, process_id: str, fence: Fence | None, *, lease_ms: int, rss: int, done: int, failed: int

@@ -11,6 +11,7 @@
     ├── AlreadyTerminal       exit 4   the run has ended; there is nothing to go on with or to pause
     ├── UncertainError        exit 3   an operator has to reconcile an effect first
     ├── EnvironmentFault      exit 5   disk, permission, filesystem, missing feature of the machine
+    ├── PrerequisiteError     exit 6   something that a run needs is not there: a credential, a name's address, an extra
     └── StoreError            exit 5   the database itself
         ├── IncompatibleVersion        written by a newer or another program; nothing was changed
         └── CorruptStore               a checksum, an invariant or SQLite says that it is damaged
@@ -101,6 +102,13 @@ class EnvironmentFault(AgentctlError):
     """The machine does not let us work: disk, permission, filesystem."""
 
     exit_code = 5
+    code = "environment"
+
+
+class PrerequisiteError(AgentctlError):
+    """Something outside this machine's own state that a run needs is missing; found before the run exists."""
+
+    exit_code = 6
     code = "environment"
 
 

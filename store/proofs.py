@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from . import protocols, runs
-from .canonical import canonical, effect_id, hex_digest
+from .canonical import canonical, effect_id, hex_digest, text_digest
 from .database import Connection, all_rows
 from .records import Run
 
@@ -67,6 +67,35 @@ def result_problems(tx: Connection, run: Run) -> Iterator[str]:
         (run.first_task, run.first_task + run.task_count - 1),
     ):
         yield f"the output of task {task_id} is not the result of its attempt"
+
+
+def call_problems(tx: Connection, run: Run) -> Iterator[str]:
+    """Each tool call and its effect end together (seed), and what a call says of input and output is so."""
+    sent = ("started", "succeeded", "failed", "uncertain")
+    calls = {
+        row[0]: row[1:]
+        for row in tx.execute(
+            "SELECT effect_id, task_id, status, input_digest, output_digest FROM tool_calls WHERE run_id = ?",
+            (run.run_id,),
+        )
+    }
+    for effect, task_id, status, result, text in tx.execute(
+        "SELECT e.effect_id, a.task_id, e.status, e.result_json, e.input_json FROM attempts a "
+        "JOIN effects e ON e.attempt_id = a.attempt_id "
+        "WHERE a.task_no BETWEEN ? AND ? AND a.run_id = ? AND e.operation GLOB 'tool.*'",
+        (run.first_task, run.first_task + run.task_count - 1, run.run_id),
+    ):
+        call = calls.pop(effect, None)
+        if (call is not None) != (status in sent) or (call is not None and call[:2] != (task_id, status)):
+            yield f"the tool call of effect {effect[:12]} of task {task_id} is not {status} as its effect is"
+        elif call is not None:
+            digest = text_digest(result) if status == "succeeded" and result is not None else None
+            asked = json.loads(text)
+            given = text_digest(canonical(asked.get("input"))) if isinstance(asked, dict) else None
+            if call[2:] != (given, digest):
+                yield f"the tool call of effect {effect[:12]} of task {task_id} does not fit its digests"
+    for effect in calls:
+        yield f"there is a tool call of an effect {effect[:12]}, which is not there"
 
 
 def ledger_problems(tx: Connection, run_id: str) -> Iterator[str]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from . import audit, ledger, process_identity, processes, protocols, runs
+from . import audit, conversations, ledger, process_identity, processes, protocols, runs
 from .canonical import canonical
 from .database import Connection
 from .errors import ConflictError, IncompatibleVersion, NotFoundError
@@ -91,7 +91,9 @@ def reconcile(tx: Connection, new: NewReconciliation, *, now: int) -> tuple[str,
     if new.protocol is not None:
         protocols.write(tx, run_id, task_id, new.effect_id, new.protocol, events, now=now)
     state: dict[str, Any] = {"reconciliations": {new.effect_id: new.status}}
-    if new.status == "applied":
+    if new.status == "applied" and new.usage is not None:
+        ledger.settle(tx, run_id, task_id, new.effect_id, dispatches, new.usage, events, now=now)
+    elif new.status == "applied":
         ledger.charge_lost(tx, run_id, task_id, new.effect_id, dispatches, events, now=now)
     elif new.status == "not_applied":
         ledger.release(tx, run_id, task_id, new.effect_id, dispatches, events)
@@ -176,6 +178,9 @@ def _let_task_go_on(
     now: int,
 ) -> None:
     """What the conclusion means for the attempt that ended uncertain through this effect, if it still waits."""
+    if new.status == "applied" and _is_one_of_many(tx, new.effect_id):
+        _take_up_again(tx, run, new, attempt_id, events, state, now)
+        return
     if new.status == "applied":
         # As if its worker had just finished it: the driver commits it with the others.
         row = tx.execute(
@@ -212,3 +217,37 @@ def _let_task_go_on(
     payload = {"attempt": number, "reason": "reconciled", "to": "retry_scheduled"}
     events.append(Event("task.transition", task_id, canonical(payload)))
     state["tasks"] = [[task_no - run.first_task, "retry_scheduled", number, None, "reconciled"]]
+
+
+def _is_one_of_many(tx: Connection, effect_id: str) -> bool:
+    """Whether an effect is a step of an agent: its result is not that of the task."""
+    row = tx.execute("SELECT effect_class, operation FROM effects WHERE effect_id = ?", (effect_id,)).fetchone()
+    return row is not None and (row[0] == "model" or row[1].startswith(conversations.PREFIX))
+
+
+def _take_up_again(
+    tx: Connection,
+    run: Run,
+    new: NewReconciliation,
+    attempt_id: int,
+    events: list[Event],
+    state: dict[str, Any],
+    now: int,
+) -> None:
+    """The same attempt goes on with the recorded answer, as soon as its driver gives it a place."""
+    row = tx.execute(
+        "UPDATE attempts SET state = 'ready', queue = NULL, hold = 'place', outcome = NULL, result_json = NULL, "
+        "result_effect = NULL, error_json = NULL, holder = NULL, finished_at = NULL, lost_effects = "
+        "(SELECT COUNT(*) FROM effects e WHERE e.attempt_id = attempts.attempt_id AND e.status = 'succeeded') "
+        "WHERE attempt_id = ? AND state IN ('waiting', 'finished') AND outcome = 'uncertain' AND result_effect = ? "
+        "RETURNING task_no, task_id, number",
+        (attempt_id, new.effect_id),
+    ).fetchone()
+    if row is None:
+        return
+    task_no, task_id, number = row
+    before = tx.execute("SELECT state FROM tasks WHERE task_no = ?", (task_no,)).fetchone()
+    tx.execute("UPDATE tasks SET state = 'ready', updated_at = ? WHERE task_no = ?", (now, task_no))
+    payload = {"from": before[0] if before else None, "to": "ready", "reason": "reconciled"}
+    events.append(Event("task.transition", task_id, canonical(payload)))
+    state["tasks"] = [[task_no - run.first_task, "ready", number, None, None]]

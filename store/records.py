@@ -29,6 +29,8 @@ APPROVAL_FORMAT_VERSION = 1
 RECONCILIATION_FORMAT_VERSION = 1
 PROTOCOL_SESSION_VERSION = 1
 PROTOCOL_CALL_VERSION = 1
+PROVIDER_SESSION_FORMAT_VERSION = 1
+STREAM_EVENT_FORMAT_VERSION = 1
 
 
 @record
@@ -175,10 +177,30 @@ class Candidate:
 
 
 @record
+class ToolCallStart:
+    """The call of a model that an effect carries out. `call_id` is the model's own name of it."""
+
+    call_id: str
+    tool_id: str
+    input_digest: str
+
+
+@record
+class SessionUpdate:
+    """Where the conversation of a task stands after an answer. `continuation_json` is what the provider gave, if it
+    gave something; `attempt` is the number of the attempt that talks."""
+
+    provider: str
+    attempt: int
+    continuation_json: str | None
+
+
+@record
 class EffectRequest:
     """An effect before its dispatch (contract 5.2). `input_json` and `expected_json` are canonical.
 
-    With `approval` it starts only after a person has approved exactly this action.
+    With `approval` it starts only after a person has approved exactly this action. `tool_call` is the call that it
+    carries out; its row begins and ends with the effect.
     """
 
     effect_id: str
@@ -192,6 +214,7 @@ class EffectRequest:
     expected_json: str
     estimate: dict[str, int]
     approval: ApprovalAsk | None = None
+    tool_call: ToolCallStart | None = None
 
 
 @record
@@ -212,6 +235,14 @@ class RecordedEffect:
     result_json: str | None
     error_json: str | None
     reconciled: bool = False
+
+
+@record
+class RecordedStep:
+    """An effect of an attempt whose result is known. `result_json` is canonical."""
+
+    effect_id: str
+    result_json: str | None
 
 
 @record
@@ -276,8 +307,8 @@ class EffectEnd:
     provably never began; the effect may start again), `cancelled` (it provably never began and never will) and `lost`
     (it was ended half-way, and its contract allows to send it again: it stays charged). `usage` is in budget units;
     `reserved` is false for an effect that estimates none, so that there is nothing to settle. `memory` is the write to
-    long-term memory that the effect consists of; it is carried out in the transaction that confirms the effect.
-    `protocol` is what is known of its remote side at the end.
+    long-term memory that the effect consists of; it is carried out in the transaction that confirms the effect, and
+    `session` is where the conversation stands with it. `protocol` is what is known of its remote side at the end.
     """
 
     effect_id: str
@@ -290,6 +321,7 @@ class EffectEnd:
     reserved: bool = True
     memory: MemoryWrite | None = None
     protocol: ProtocolNote | None = None
+    session: SessionUpdate | None = None
 
 
 @record
@@ -367,6 +399,7 @@ class NewReconciliation:
     """What a person says about an effect (contract 5.5). All texts ending in `_json` are canonical.
 
     `status` is `applied`, `not_applied` or `compensated`. Result, schema and policy have been checked by the caller.
+    `usage` is what an applied effect has used in budget units, if its result tells; None: what was reserved.
     """
 
     reconciliation_id: str
@@ -381,6 +414,7 @@ class NewReconciliation:
     compensation_effect_id: str | None = None
     protocol: ProtocolNote | None = None
     """What was observed of the remote side, when that is where the conclusion comes from."""
+    usage: dict[str, int] | None = None
 
 
 @record

@@ -86,6 +86,7 @@ def _run_problems(tx: Connection, run_id: str) -> list[str]:
     problems += proofs.result_problems(tx, run)
     problems += proofs.trail_problems(tx, run)
     problems += proofs.ledger_problems(tx, run_id)
+    problems += proofs.call_problems(tx, run)
     return problems
 
 

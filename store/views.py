@@ -9,11 +9,12 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import Any, TypeAlias
 
 from . import artifacts, audit, ledger, process_identity, processes, protocols, runs
 from .canonical import text_digest
 from .clock import Clock
+from .conversations import PREFIX
 from .database import Connection, Database
 from .errors import CorruptStore, IncompatibleVersion, NotFoundError, UsageError
 from .process_identity import Liveness, ProcessIdentity
@@ -23,8 +24,10 @@ from .records import (
     BUDGET_FORMAT_VERSION,
     EFFECT_FORMAT_VERSION,
     PLAN_FORMAT_VERSION,
+    PROVIDER_SESSION_FORMAT_VERSION,
     RECONCILIATION_FORMAT_VERSION,
     RUNTIME_STATE_VERSION,
+    STREAM_EVENT_FORMAT_VERSION,
     TASK_METADATA_VERSION,
     ProcessRow,
     Run,
@@ -36,6 +39,9 @@ MAX_WAITING = 100
 
 MAX_PAGE = 1000
 """Most runs or events of one page."""
+
+StreamCursor: TypeAlias = tuple[int, str, int, int]
+"""How far a reader of stream events has come: time, task, attempt and sequence of the last one."""
 
 _STREAMS = (("stdout", "stdoutTail", "stdoutPrefix"), ("stderr", "stderrTail", "stderrPrefix"))
 
@@ -82,6 +88,21 @@ class Views:
                 "taskCount": run.task_count,
                 "running": _running_tasks(tx, run_id, limit=8),
             }
+
+    def stream_events(
+        self, run_id: str, after: StreamCursor | None, *, limit: int
+    ) -> tuple[list[dict[str, Any]], StreamCursor | None]:
+        """Events of streamed answers after those that were read, and the cursor for the next question.
+
+        One that is stored late with an earlier time than one that was read is passed over: this is for a display.
+        """
+        with self._database.read() as tx:
+            return _stream_events(tx, run_id, after=after, limit=limit)
+
+    def conversation(self, run_id: str, task_id: str | None) -> list[dict[str, Any]]:
+        """The turns and tool calls of agents, in compiled order, as `logs` shows them."""
+        with self._database.read() as tx:
+            return list(_conversation(tx, runs.get(tx, run_id), task_id))
 
     def outcome(self, run_id: str) -> dict[str, Any]:
         """RunOutcome: `runId, traceId, state, reason, cancelReason, pauseReason, output, error`.
@@ -678,8 +699,8 @@ def _inspect(tx: Connection, run: Run, *, now: int) -> dict[str, Any]:
             }
             for sequence, state_json, link, created_at in audit.read_chain(tx, run.run_id)
         ],
-        "providerSessions": [],
-        "streamEvents": [],
+        "providerSessions": _provider_sessions(tx, run.run_id),
+        "streamEvents": _stream_events(tx, run.run_id, after=None, limit=-1)[0],
         "protocolSessions": protocols.sessions(tx, run.run_id),
         "protocolCalls": protocols.calls(tx, run.run_id),
         "toolCalls": _tool_calls(tx, run.run_id),
@@ -988,6 +1009,61 @@ def _tool_calls(tx: Connection, run_id: str) -> list[dict[str, Any]]:
     ]
 
 
+def _provider_sessions(tx: Connection, run_id: str) -> list[dict[str, Any]]:
+    found = []
+    for row in tx.execute(
+        "SELECT task_id, format_version, provider, attempt, effect_id, continuation_json, updated_at "
+        "FROM provider_sessions WHERE run_id = ? ORDER BY task_id",
+        (run_id,),
+    ):
+        _check_version(f"the provider session of {row[0]}", row[1], PROVIDER_SESSION_FORMAT_VERSION, run_id)
+        found.append(
+            {
+                "runId": run_id,
+                "taskId": row[0],
+                "formatVersion": row[1],
+                "provider": row[2],
+                "attempt": row[3],
+                "effectId": row[4],
+                "continuation": _value(row[5]),
+                "updatedAt": row[6],
+            }
+        )
+    return found
+
+
+def _stream_events(
+    tx: Connection, run_id: str, *, after: StreamCursor | None, limit: int
+) -> tuple[list[dict[str, Any]], StreamCursor | None]:
+    """Events in the order in which they were stored, and where to go on."""
+    found = []
+    for row in tx.execute(
+        "SELECT task_id, attempt, sequence, format_version, effect_id, event_type, payload_json, source_run_id, "
+        "source_sequence, created_at FROM stream_events WHERE run_id = ? "
+        "AND (created_at, task_id, attempt, sequence) > (?,?,?,?) "
+        "ORDER BY created_at, task_id, attempt, sequence LIMIT ?",
+        (run_id, *(after or (-1, "", 0, 0)), limit),
+    ):
+        _check_version(f"a stream event of {row[0]}", row[3], STREAM_EVENT_FORMAT_VERSION, run_id)
+        found.append(
+            {
+                "runId": run_id,
+                "taskId": row[0],
+                "attempt": row[1],
+                "sequence": row[2],
+                "formatVersion": row[3],
+                "effectId": row[4],
+                "type": row[5],
+                "payload": _value(row[6]),
+                "sourceRunId": row[7],
+                "sourceSequence": row[8],
+                "createdAt": row[9],
+            }
+        )
+        after = (row[9], row[0], row[1], row[2])
+    return found, after
+
+
 # -- logs and workers ----------------------------------------------------------------------------------------
 
 
@@ -1028,6 +1104,37 @@ def _logs(tx: Connection, run: Run, task_id: str | None) -> Iterator[dict[str, A
                         entry[stream] = source[part]
                         entry["truncated"] = True
         yield entry
+
+
+def _conversation(tx: Connection, run: Run, task_id: str | None) -> Iterator[dict[str, Any]]:
+    task_no = None if task_id is None else _task_no(tx, run, task_id)
+    for row in _effect_rows(tx, run, task_no):
+        _check_version(f"effect {row[0]}", row[1], EFFECT_FORMAT_VERSION, run.run_id)
+        tool = row[5].removeprefix(PREFIX) if row[5].startswith(PREFIX) else None
+        if row[6] != "model" and tool is None:
+            continue
+        result, error = _value(row[19]), _value(row[20])
+        said = result if isinstance(result, dict) and tool is None else {}
+        yield {
+            "taskId": row[2],
+            "attempt": row[3],
+            "ordinal": row[4],
+            "effectId": row[0],
+            "kind": "turn" if tool is None else "tool_call",
+            "provider": row[5] if tool is None else None,
+            "tool": tool,
+            "status": row[14],
+            "dispatches": row[15],
+            "startedAt": row[17],
+            "completedAt": row[18],
+            "text": said.get("text"),
+            "toolCalls": said.get("toolCalls", []),
+            "finishReason": said.get("finishReason"),
+            "usage": said.get("usage"),
+            "input": _value(row[11]) if tool is not None else None,
+            "output": result if tool is not None else None,
+            "error": None if not isinstance(error, dict) else {k: error.get(k) for k in ("code", "message")},
+        }
 
 
 def _workers(tx: Connection) -> list[dict[str, Any]]:

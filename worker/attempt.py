@@ -9,8 +9,9 @@ from __future__ import annotations
 import logging
 import os
 from collections import OrderedDict
+from collections.abc import Callable
 from dataclasses import replace
-from typing import Any, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from agentctl.store import policy as policies
 from agentctl.store.approvals import redacted
@@ -35,8 +36,13 @@ from agentctl.store.records import (
 from agentctl.store.states import LEAVES_NO_TRACE, may_repeat
 from agentctl.store.timing import Timing
 
-from .effects import Done, EffectContext, EffectOutcome, EffectPlan, Work, prepare
+from . import run_secrets
+from .effects import Done, EffectContext, EffectOutcome, EffectPlan, Keeps, Work, prepare
+from .redaction import known as known_secrets
 from .watch import Token
+
+if TYPE_CHECKING:
+    from .agent import Agents
 
 log = logging.getLogger(__name__)
 
@@ -71,7 +77,9 @@ class Prepared:
 
 
 @record
-class _RunSettings:
+class RunSettings:
+    """`settings_json` of a run, read once. `models` is there if the run has agents (`coordinator.submission`)."""
+
     actions: dict[str, Any]
     policy: policies.Policy
     show_diff: bool
@@ -80,18 +88,30 @@ class _RunSettings:
     interactive: bool
     check: bool
     long_term: dict[str, Any] | None
+    models: dict[str, Any] | None
 
 
 class AttemptRunner:
     """Executes attempts one after the other; keeps the settings of recent runs."""
 
-    def __init__(self, store: Store, clock: Clock, timing: Timing, faults: Faults, token: Token) -> None:
+    def __init__(
+        self,
+        store: Store,
+        clock: Clock,
+        timing: Timing,
+        faults: Faults,
+        token: Token,
+        draining: Callable[[], bool] = lambda: False,
+    ) -> None:
+        """`draining` tells whether the worker takes nothing new: then an agent stops between two of its steps."""
         self._store = store
         self._clock = clock
         self._timing = timing
         self._faults = faults
         self._token = token
-        self._known: OrderedDict[str, _RunSettings] = OrderedDict()
+        self._known: OrderedDict[str, RunSettings] = OrderedDict()
+        self._draining = draining
+        self._agents: Agents | None = None
 
     def run(self, claim: Claim, ahead: Prepared | None = None, answer: Answer | None = None) -> Ending:
         """Execute one delivery. Raises `LeaseLost` when it is over, and `SyncFailed` before any dispatch.
@@ -101,6 +121,8 @@ class AttemptRunner:
         try:
             if ahead is not None and answer is not None:
                 return self._dispatch(claim, ahead.request, ahead.plan, answer, ahead.since)
+            if claim.input_json.startswith('{"agent":'):
+                return self._converse(claim)
             planned = self._plan(claim, self._recorded_before(claim))
             if isinstance(planned, Done):
                 return Ending(AttemptEnd("succeeded", result_json=canonical(planned.output)))
@@ -109,14 +131,23 @@ class AttemptRunner:
         except LeaseLost:
             raise
         except TaskFault as fault:
-            return Ending(AttemptEnd("failed", error_json=canonical(fault.as_json())))
+            return Ending(AttemptEnd("failed", error_json=canonical(known_secrets.redactor.json(fault.as_json()))))
         except ConflictError as error:
             changed = TaskFault("effect_identity_changed", error.message)
             return Ending(AttemptEnd("failed", error_json=canonical(changed.as_json())))
 
+    def _converse(self, claim: Claim) -> Ending:
+        if self._agents is None:
+            from .agent import Agents
+
+            self._agents = Agents(self, self._store, self._clock, self._timing, self._faults, self._token)
+        return self._agents.run(claim, self._draining)
+
     def prepare(self, candidate: Candidate) -> Prepared | None:
         """Get ready for an attempt that nobody holds yet, so that its claim and the start of its effect can be one
         transaction. None for everything that has to be told in the attempt itself (no effect, a fault)."""
+        if candidate.input_json.startswith('{"agent":') or self._takes_secrets(candidate):
+            return None
         try:
             planned = self._plan(candidate, None)
             if isinstance(planned, Done):
@@ -136,7 +167,7 @@ class AttemptRunner:
         plan = prepare(self._work(attempt, recorded))
         if isinstance(plan, Done):
             return plan
-        settings = self._settings(attempt.run_id)
+        settings = self.settings(attempt.run_id)
         decision = policies.decide_effect(
             settings.policy,
             policy_name=plan.policy_name,
@@ -149,10 +180,10 @@ class AttemptRunner:
         if settings.check and (decision.needs_approval or plan.effect_class not in LEAVES_NO_TRACE):
             return Done(plan.foreseen or _not_executed(plan, decision.reason if decision.needs_approval else None))
         if plan.keeps is not None:
-            self._require_store()
+            self.require_store()
         return plan, decision.reason if decision.needs_approval else None
 
-    def _require_store(self) -> None:
+    def require_store(self) -> None:
         """What a task leaves has to be stored: when that cannot be done, nothing is dispatched (field report 15)."""
         try:
             self._store.artifacts.blobs.require_writable()
@@ -167,10 +198,17 @@ class AttemptRunner:
         expected: dict[str, Any] | None = None if text is None else loads(text)
         return expected
 
+    def _takes_secrets(self, candidate: Candidate) -> bool:
+        """Whether the action reads secrets: not ahead of time, for an attempt that nobody holds."""
+        action = self.settings(candidate.run_id).actions[loads(candidate.input_json)["action"]]
+        return bool(action.get("env"))
+
     def _work(self, attempt: Claim | Candidate, recorded: dict[str, Any] | None) -> Work:
-        settings = self._settings(attempt.run_id)
+        settings = self.settings(attempt.run_id)
         content = loads(attempt.input_json)
         action = settings.actions[content["action"]]
+        if settings.check and action.get("env"):
+            action = run_secrets.without_secrets(action, settings.policy, settings.workspace)
         return Work(
             task_id=attempt.task_id,
             action_name=content["action"],
@@ -188,14 +226,15 @@ class AttemptRunner:
             long_term=settings.long_term,
         )
 
-    def _settings(self, run_id: str) -> _RunSettings:
+    def settings(self, run_id: str) -> RunSettings:
+        """What the run has recorded for its workers."""
         settings = self._known.get(run_id)
         if settings is None:
             text, base_path = self._store.run_settings(run_id)
             data = loads(text)
             policy = policies.Policy.from_json(data["policy"])
             workspace = os.path.realpath(os.path.join(base_path, policy.workspace_root))
-            settings = _RunSettings(
+            settings = RunSettings(
                 data["actions"],
                 policy,
                 bool(data["showDiff"]),
@@ -204,7 +243,9 @@ class AttemptRunner:
                 bool(data.get("interactive", False)),
                 bool(data.get("check", False)),
                 data.get("longTerm"),
+                data.get("models"),
             )
+            run_secrets.learn(data, policy, workspace)
             self._known[run_id] = settings
             if len(self._known) > KNOWN_RUNS:
                 self._known.popitem(last=False)
@@ -245,7 +286,7 @@ class AttemptRunner:
         if isinstance(answer, AttemptHeld):
             return Ending(None, held=True)
         if isinstance(answer, StartRefused):
-            return _refused(answer, claim)
+            return refused(answer, claim)
         if self._clock.monotonic() - since > self._timing.lease:
             # Held up for longer than the lease: somebody may think that we are dead, so nothing is sent.
             return Ending(None, EffectEnd(request.effect_id, "requested", dispatch=answer.dispatch), "held_up")
@@ -261,23 +302,30 @@ class AttemptRunner:
             )
         )
         self._faults.reach("after_effect_result")
-        return self._keep(claim, plan, self._ended(request, answer, outcome))
+        return self._keep(claim, plan, self.ended(request, answer, outcome))
 
     def _keep(self, claim: Claim, plan: EffectPlan, ending: Ending) -> Ending:
         """Store what a succeeded effect has left, before its task may complete (seed)."""
-        if plan.keeps is None or ending.attempt is None or ending.attempt.outcome != "succeeded":
+        return ending if plan.keeps is None else self.keep(claim, plan.keeps, ending)
+
+    def keep(self, claim: Claim, keeps: Keeps, ending: Ending) -> Ending:
+        """Store what an attempt leaves if it has succeeded; how it ends then."""
+        if ending.attempt is None or ending.attempt.outcome != "succeeded":
             return ending
         from .ingestion import Ingestion
 
-        limit = self._settings(claim.run_id).policy.max_artifact_bytes
-        kept = Ingestion(self._store, self._faults, self._token).run(claim, plan, ending.effect, limit)
+        limit = self.settings(claim.run_id).policy.max_artifact_bytes
+        kept = Ingestion(self._store, self._faults, self._token).run(claim, keeps, ending.effect, limit)
         effect = None if kept.confirmed else ending.effect
         if isinstance(kept.answer, AttemptHeld):
             return Ending(None, held=True)
         if kept.answer is not None:
-            return _refused(kept.answer, claim)
+            return refused(kept.answer, claim)
         if kept.stopped == "drain":
             return Ending(None, release="drain")
+        if kept.stopped == "timeout":
+            fault = TaskFault("timeout", "the time of the task was over before its artifacts were stored")
+            return Ending(AttemptEnd("failed", error_json=canonical(fault.as_json())), effect)
         if kept.stopped is not None:
             fault = TaskFault("cancelled", f"ended before its artifacts were stored: {kept.stopped}")
             return Ending(AttemptEnd("cancelled", error_json=canonical(fault.as_json())))
@@ -287,7 +335,12 @@ class AttemptRunner:
             return Ending(AttemptEnd("failed", error_json=canonical(kept.fault.as_json())), effect)
         return Ending(ending.attempt, effect)
 
-    def _ended(self, request: EffectRequest, started: StartedEffect, outcome: EffectOutcome) -> Ending:
+    def ended(self, request: EffectRequest, started: StartedEffect, outcome: EffectOutcome) -> Ending:
+        """What the outcome of a dispatch means for its effect and, if that is the only one, for its attempt.
+
+        Here every outcome passes before it is recorded, and is cleaned of the secrets that this worker knows.
+        """
+        outcome = cleaned(outcome)
         ending = self._end_of(request, started, outcome)
         if ending.effect is None or outcome.protocol is None:
             return ending
@@ -322,7 +375,7 @@ class AttemptRunner:
         if status == "not_dispatched":
             if reason == "drain":
                 return Ending(None, EffectEnd(name, "requested", dispatch=dispatch), "drain")
-            if reason is not None:
+            if reason is not None and reason != "timeout":
                 return Ending(
                     AttemptEnd("cancelled", error_json=error_json), EffectEnd(name, "cancelled", dispatch=dispatch)
                 )
@@ -337,6 +390,19 @@ class AttemptRunner:
             return Ending(AttemptEnd("uncertain", result_effect=name, error_json=error_json), end)
         end = EffectEnd(name, "failed", result_json, error_json, notes, dispatch, outcome.usage)
         return Ending(AttemptEnd("failed", error_json=error_json), end)
+
+
+def cleaned(outcome: EffectOutcome) -> EffectOutcome:
+    """An outcome without any secret that this worker knows (contract 11.2)."""
+    redactor = known_secrets.redactor
+    if not redactor:
+        return outcome
+    return replace(
+        outcome,
+        result=redactor.json(outcome.result),
+        error=redactor.json(outcome.error),
+        notes=redactor.json(outcome.notes),
+    )
 
 
 def _recorded(request: EffectRequest, answer: RecordedEffect) -> Ending:
@@ -368,7 +434,8 @@ def _ask(plan: EffectPlan, why: str) -> ApprovalAsk:
     return ApprovalAsk(why, plan.operation, plan.policy_name, canonical(redacted(plan.input)))
 
 
-def _refused(answer: StartRefused, claim: Claim) -> Ending:
+def refused(answer: StartRefused, claim: Claim) -> Ending:
+    """How a delivery ends whose effect must not start."""
     if answer.reason == "paused":
         return Ending(None, release="paused")
     if answer.reason == "budget":

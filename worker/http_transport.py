@@ -17,6 +17,7 @@ remote services brings.
 
 from __future__ import annotations
 
+import os
 import select
 import socket
 import ssl
@@ -40,6 +41,7 @@ from .network import (
     checked_addresses,
     connect,
     lookup,
+    proxy_of,
     require_allowed,
     system_resolver,
 )
@@ -257,27 +259,13 @@ class _AsyncBackend(httpcore.AsyncNetworkBackend):
 
 
 def _proxy_for(policy: Policy, target: Target, environment: Mapping[str, str]) -> httpcore.Proxy | None:
-    """The proxy that the environment names for a target (`https_proxy`, `HTTPS_PROXY`, `no_proxy`, …), if allowed.
-
-    The proxy looks the name up and connects, so addresses cannot be checked here: that is what `allowProxy` accepts.
-    """
-    if not policy.network.allow_proxy:
+    """The proxy that the environment names for a target, if the policy allows proxies."""
+    text = proxy_of(target, environment) if policy.network.allow_proxy else None
+    if text is None:
         return None
-    values = {name.lower(): value for name, value in environment.items() if value}
-    text = values.get(f"{target.scheme}_proxy") or values.get("all_proxy")
-    if not text or _excepted(target.host, values.get("no_proxy", "")):
-        return None
-    url = httpx.URL(text if "://" in text else f"http://{text}")
+    url = httpx.URL(text)
     auth = (url.username, url.password) if url.username else None
     return httpcore.Proxy(str(url.copy_with(username=None, password=None)), auth=auth)
-
-
-def _excepted(host: str, exceptions: str) -> bool:
-    for entry in exceptions.split(","):
-        name = entry.strip().lstrip("*").lstrip(".").lower()
-        if entry.strip() == "*" or (name and (host.lower() == name or host.lower().endswith("." + name))):
-            return True
-    return False
 
 
 def _target(request: httpx.Request) -> Target:
@@ -440,7 +428,7 @@ class PolicyTransport(httpx.BaseTransport):
         resolver: Resolver = system_resolver,
         environment: Mapping[str, str] | None = None,
     ) -> None:
-        self._settings = _Settings(policy, guard, tls, resolver, environment or {})
+        self._settings = _Settings(policy, guard, tls, resolver, os.environ if environment is None else environment)
 
     def handle_request(self, request: httpx.Request) -> httpx.Response:
         settings, target, passage = self._settings, _target(request), _Passage(request)
@@ -489,7 +477,7 @@ class AsyncPolicyTransport(httpx.AsyncBaseTransport):
         resolver: Resolver = system_resolver,
         environment: Mapping[str, str] | None = None,
     ) -> None:
-        self._settings = _Settings(policy, guard, tls, resolver, environment or {})
+        self._settings = _Settings(policy, guard, tls, resolver, os.environ if environment is None else environment)
         self._pools: dict[tuple[str, str], httpcore.AsyncConnectionPool] = {}
 
     async def handle_async_request(self, request: httpx.Request) -> httpx.Response:

@@ -20,8 +20,9 @@ from agentctl.store.errors import EnvironmentFault, LockHeld, TaskFault
 from agentctl.store.faults import Faults
 from agentctl.store.records import AttemptHeld, Claim, EffectEnd, SourceFile, StartRefused
 
-from .effects import CancelToken, Declared, EffectPlan, Keeps, Written
+from .effects import CancelToken, Declared, Keeps, Several, Written
 from .effects.artifacts import Found, as_recorded, find, open_found, require_unchanged
+from .redaction import holds_secret
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,19 +57,18 @@ class Ingestion:
         self._faults = faults
         self._token = token
 
-    def run(self, claim: Claim, plan: EffectPlan, effect: EffectEnd | None, limit: int) -> Ingested:
-        """Store what `plan` keeps. `effect` is the end of the effect, unless it is recorded; `limit` the largest size.
+    def run(self, claim: Claim, keeps: Keeps, effect: EffectEnd | None, limit: int) -> Ingested:
+        """Store what is to be kept. `effect` is the end of the effect, unless it is recorded; `limit` the largest size.
 
         Raises `LeaseLost`, and what the database raises.
         """
-        assert plan.keeps is not None
         known: list[SourceFile] = []
         if effect is None:
             known, stored = self._artifacts.recorded(claim.fence.attempt_id)
             if stored:
                 return Ingested(True)
         try:
-            sources = self._sources(plan.keeps, limit, known)
+            sources = self._sources(keeps, limit, known)
         except TaskFault as fault:
             return Ingested(False, fault=fault)
         if not sources:
@@ -112,6 +112,14 @@ class Ingestion:
 
     def _sources(self, keeps: Keeps, limit: int, known: list[SourceFile]) -> list[_Source]:
         """What is to be kept. `known` are the files that an earlier delivery has found: those, and no others."""
+        if isinstance(keeps, Several):
+            # What was written last is what is there; and what was found before stands for all that was declared.
+            declared = [part for part in keeps.parts if isinstance(part, Declared)]
+            latest: dict[str, _Source] = {}
+            for part in keeps.parts:
+                if not known or isinstance(part, Written) or part is declared[0]:
+                    latest.update((source.path, source) for source in self._sources(part, limit, known))
+            return list(latest.values())
         if isinstance(keeps, Written):
             data = keeps.data
             found = [_Source(keeps.path, len(data), lambda: self._artifacts.blobs.stage_bytes(data))]
@@ -139,6 +147,8 @@ class Ingestion:
         def stage() -> Staged:
             descriptor = open_found(item, declared)
             try:
+                if holds_secret(descriptor, item.size):
+                    raise TaskFault("artifact_secret", "it holds a secret of this run, and nothing keeps a copy of one")
                 staged = self._artifacts.blobs.stage_file(descriptor, item.size, lambda: self._token.cancelled)
             except TaskFault as fault:
                 raise TaskFault(fault.code, f"{item.path!r}: {fault.args[0]}", details={"path": item.path}) from fault

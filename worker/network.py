@@ -14,7 +14,7 @@ import os
 import select
 import socket
 import ssl
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
 from urllib.parse import SplitResult, urlsplit
@@ -257,3 +257,23 @@ def tls_context(custom_ca: bytes | None = None) -> ssl.SSLContext:
         except (ssl.SSLError, UnicodeDecodeError) as error:
             raise ValueError("policy.network.customCa holds no certificate in PEM form") from error
     return context
+
+
+def proxy_of(target: Target, environment: Mapping[str, str]) -> str | None:
+    """The URL of the proxy that an environment names for a target (`https_proxy`, `no_proxy`, … in either case).
+
+    The proxy looks the name up and connects, so addresses cannot be checked here: that is what `allowProxy` accepts.
+    """
+    values = {name.lower(): value for name, value in environment.items() if value}
+    text = values.get(f"{target.scheme}_proxy") or values.get("all_proxy")
+    if not text or _excepted(target.host, values.get("no_proxy", "")):
+        return None
+    return text if "://" in text else f"http://{text}"
+
+
+def _excepted(host: str, exceptions: str) -> bool:
+    for entry in exceptions.split(","):
+        name = entry.strip().lstrip("*").lstrip(".").lower()
+        if entry.strip() == "*" or (name and (host.lower() == name or host.lower().endswith("." + name))):
+            return True
+    return False

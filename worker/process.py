@@ -37,6 +37,7 @@ from agentctl.store.timing import Timing
 
 from .attempt import AttemptRunner, Ending, Prepared
 from .effects.process import become_subreaper
+from .redaction import LogFilter
 from .watch import Watch
 
 log = logging.getLogger(__name__)
@@ -72,6 +73,8 @@ def worker_main(config: WorkerConfig) -> None:
     import multiprocessing
 
     logging.basicConfig(level=config.log_level, format=f"%(asctime)s {config.name} %(levelname)s %(message)s")
+    for handler in logging.getLogger().handlers:
+        handler.addFilter(LogFilter())
     parent = multiprocessing.parent_process()
     clock = SystemClock()
     try:
@@ -138,7 +141,9 @@ class Worker:
         )
         self._listener = self._store.wakes.listen(config.process_id)
         self._watch = Watch(config.path, clock, self._timing, config.process_id, self._listener, parent_sentinel)
-        self._runner = AttemptRunner(self._store, clock, self._timing, faults, self._watch.token)
+        self._runner = AttemptRunner(
+            self._store, clock, self._timing, faults, self._watch.token, lambda: self._watch.drain
+        )
         self._ids: IdSource = SystemIds(clock)
         self._ahead: Prepared | None = None
         self._reach = 1

@@ -148,7 +148,7 @@ SPECS = [
     ("schema_violation", "spec.runtime.budgets.maxExpansionItems", "runtime: {budgets: {maxExpansionItems: §1}}\n  tasks: [{id: a, uses: action:set, foreach: {items: [1, 2]}}]"),
     ("unsupported_capability", "spec.compensation.onFailure", "compensation: {§onFailure: automatic}\n  tasks: [{id: a, uses: action:set}]"),
     ("unsupported_capability", "spec.tasks[0].compensate", "tasks: [{id: a, uses: action:write, with: {path: x, content: y}, §compensate: {uses: action:write}}]"),
-    ("unsupported_capability", "spec.tasks[0].uses", "tasks: [{id: a, §uses: agent:g}]"),
+    ("missing_reference", "spec.tasks[0].uses", "tasks: [{id: a, uses: §agent:g}]"),
     # routers
     ("schema_violation", "spec.tasks[0]", "tasks: [§{id: a, uses: router}]"),
     ("schema_violation", "spec.tasks[0].route", "tasks: [{id: a, uses: action:set, route: §{select: x, cases: [{equals: 1, tasks: [b]}]}}]"),
@@ -223,7 +223,6 @@ def test_spec(load: Callable[[str], Any], code: str, path: str, spec: str) -> No
 
 
 USED_ACTIONS = [
-    ("spec.actions.x.env", "{kind: builtin.shell.exec, command: x, env: {A: {env: B}}}", "secret reference"),
     (
         "spec.actions.x.isolation",
         "{kind: builtin.shell.exec, command: x, isolation: container, container: {image: 'sha256:" + "a" * 64 + "'}}",

@@ -29,6 +29,8 @@ TABLES = [
     "tool_calls",
     "protocol_sessions",
     "protocol_calls",
+    "provider_sessions",
+    "stream_events",
     "artifact_blobs",
     "artifact_ingests",
     "artifact_refs",

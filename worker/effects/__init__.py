@@ -34,7 +34,8 @@ class CancelToken(Protocol):
 
     @property
     def reason(self) -> str | None:
-        """`cancel_requested`, `drain`, `lease_lost` or `deadline`; None as long as it is not cancelled."""
+        """`cancel_requested`, `drain`, `lease_lost`, `deadline` (of the run) or `timeout` (of the attempt); None as
+        long as it is not cancelled."""
         ...
 
 
@@ -141,7 +142,14 @@ class Declared:
     roots: tuple[str, ...]
 
 
-Keeps: TypeAlias = Written | Declared
+@record
+class Several:
+    """What several effects of one attempt leave, in the order in which they were confirmed."""
+
+    parts: tuple[Written | Declared, ...]
+
+
+Keeps: TypeAlias = Written | Declared | Several
 
 
 @record

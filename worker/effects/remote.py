@@ -13,11 +13,11 @@ from dataclasses import dataclass, field
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any, Final, TypeVar
 
-from agentctl.store.canonical import canonical, loads
 from agentctl.store.errors import TaskFault
 from agentctl.store.policy import Policy
 
 from ..network import ConnectionDenied, Target, require_allowed, target_of, tls_context
+from ..redaction import known
 from . import CancelToken, Work
 from .paths import workspace_of
 
@@ -66,32 +66,17 @@ class Peer:
     headers: dict[str, str]
     described: dict[str, Any]
     """Header to source and digest of its value: what is recorded of it."""
-    secrets: list[str]
     tls: ssl.SSLContext | None
 
     def clean(self, value: _T) -> _T:
-        """A JSON value without any of the secret values."""
-        if not self.secrets:
-            return value
-        cleaned: _T = loads(canonical(_clean(value, self.secrets)))
+        """A JSON value without any of the secrets that this worker has read."""
+        cleaned: _T = known.redactor.json(value) if known.redactor else value
         return cleaned
 
     def words(self, text: str) -> str:
         """A text of the other side for a message: clean, and not too long."""
         text = self.clean(text)
         return text if len(text) <= MAX_TEXT else text[:MAX_TEXT] + "…"
-
-
-def _clean(value: Any, secrets: list[str]) -> Any:
-    if isinstance(value, str):
-        for secret in secrets:
-            value = value.replace(secret, "[REDACTED]")
-        return value
-    if isinstance(value, list):
-        return [_clean(item, secrets) for item in value]
-    if isinstance(value, dict):
-        return {_clean(key, secrets): _clean(item, secrets) for key, item in value.items()}
-    return value
 
 
 def peer_of(work: Work, field_name: str, url_field: str) -> Peer:
@@ -116,7 +101,6 @@ def peer(name: str, action: str, definition: Mapping[str, Any], url_field: str, 
         raise TaskFault("policy_denied", error.message, details={"peer": name}) from error
     headers: dict[str, str] = {}
     described: dict[str, Any] = {}
-    secrets: list[str] = []
     for header, reference in (definition.get("headers") or {}).items():
         from .secret_values import resolve_secret
 
@@ -131,12 +115,7 @@ def peer(name: str, action: str, definition: Mapping[str, Any], url_field: str, 
             )
         headers[header] = text
         described[header] = secret.describe()
-        if text:
-            secrets.append(text)
-    secrets.sort(key=len, reverse=True)
-    return Peer(
-        name, action, url, target, definition, policy, headers, described, secrets, _tls(policy, target, workspace)
-    )
+    return Peer(name, action, url, target, definition, policy, headers, described, _tls(policy, target, workspace))
 
 
 def _tls(policy: Policy, target: Target, workspace: str) -> ssl.SSLContext | None:

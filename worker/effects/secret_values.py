@@ -1,7 +1,8 @@
-"""Secret references of an action's `env`, resolved at the last moment (contract 1.9 and 11.2).
+"""Secret references, resolved at the last moment (contract 1.9 and 11.2).
 
-A value goes into the environment of one process and nowhere else. What is recorded is its digest and a
-description of its source; what a process prints is cleaned of it.
+A value goes into the environment of one process, or into the header of a request, and nowhere else. What is recorded is
+its digest and a description of its source. Every value that was read is known to `worker.redaction` from then on: what
+this process records and logs is cleaned of it.
 """
 
 from __future__ import annotations
@@ -22,10 +23,10 @@ from agentctl.store.policy import (
     secret_process_allowed,
 )
 
+from ..redaction import Redactor, known
 from . import process
 
 MAX_SECRET_BYTES: Final = 65536
-REDACTED: Final = b"[REDACTED]"
 
 
 @dataclass(frozen=True, slots=True, repr=False)
@@ -43,31 +44,55 @@ class Secret:
 
 def resolve_secret(reference: Mapping[str, Any], policy: Policy, workspace: str) -> Secret:
     """Read what a secret reference points to. Raises `policy_denied` or `secret_unavailable`."""
-    if "env" in reference:
-        return _from_environment(str(reference["env"]), policy)
-    if "file" in reference:
-        return _from_file(str(reference["file"]), policy, workspace)
-    if isinstance(reference.get("process"), Mapping):
-        return _from_process(reference["process"], policy, workspace)
+    kind, value = _source(reference)
+    require_permitted(reference, policy, workspace)
+    if kind == "env":
+        return from_variable(str(value))
+    if kind == "file":
+        return _from_file(str(value), _resolved(str(value), workspace))
+    return _from_process(value, workspace)
+
+
+def require_permitted(reference: Mapping[str, Any], policy: Policy, workspace: str) -> None:
+    """Raise `policy_denied` when the policy does not let a reference be read (contract 11.2). Reads nothing."""
+    kind, value = _source(reference)
+    if kind == "env":
+        if not environment_allowed(policy, str(value)):
+            raise TaskFault("policy_denied", f"the variable {value} is not in policy.environmentAllowlist")
+    elif kind == "file":
+        path = str(value)
+        refuse_dotdot(path)
+        resolved = _resolved(path, workspace)
+        roots = [os.path.realpath(os.path.join(workspace, root)) for root in policy.secret_file_roots]
+        if not any(is_inside(resolved, root) for root in roots):
+            raise TaskFault("policy_denied", f"the secret file {path!r} is not under policy.secretFileRoots")
+    elif not secret_process_allowed(policy, str(value.get("command", ""))):
+        raise TaskFault("policy_denied", f"{value.get('command')!r} is not in policy.secretProcessAllowlist")
+
+
+def _source(reference: Mapping[str, Any]) -> tuple[str, Any]:
+    """The one field of a reference that is set; the other two may be there and be null."""
+    for kind in ("env", "file", "process"):
+        value = reference.get(kind)
+        if isinstance(value, Mapping if kind == "process" else str):
+            return kind, value
     raise TaskFault("invalid_input", "a secret reference has one of env, file and process")
 
 
-def _from_environment(name: str, policy: Policy) -> Secret:
-    if not environment_allowed(policy, name):
-        raise TaskFault("policy_denied", f"the variable {name} is not in policy.environmentAllowlist")
+def _resolved(path: str, workspace: str) -> str:
+    return os.path.realpath(os.path.join(workspace, path))
+
+
+def from_variable(name: str) -> Secret:
+    """The value of an environment variable, whose use the caller has seen to. Raises `secret_unavailable`."""
     value = os.environb.get(os.fsencode(name))
     if value is None:
         raise _unavailable(f"env:{name}", "the variable is not set for this worker")
     return _checked(f"env:{name}", value)
 
 
-def _from_file(path: str, policy: Policy, workspace: str) -> Secret:
+def _from_file(path: str, resolved: str) -> Secret:
     source = f"file:{path}"
-    refuse_dotdot(path)
-    resolved = os.path.realpath(os.path.join(workspace, path))
-    roots = [os.path.realpath(os.path.join(workspace, root)) for root in policy.secret_file_roots]
-    if not any(is_inside(resolved, root) for root in roots):
-        raise TaskFault("policy_denied", f"the secret file {path!r} is not under policy.secretFileRoots")
     try:
         descriptor = os.open(resolved, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
         try:
@@ -81,11 +106,9 @@ def _from_file(path: str, policy: Policy, workspace: str) -> Secret:
     return _checked(source, _without_newline(value))
 
 
-def _from_process(spec: Mapping[str, Any], policy: Policy, workspace: str) -> Secret:
+def _from_process(spec: Mapping[str, Any], workspace: str) -> Secret:
     command = str(spec.get("command", ""))
     source = f"process:{command}"
-    if not secret_process_allowed(policy, command):
-        raise TaskFault("policy_denied", f"{command!r} is not in policy.secretProcessAllowlist")
     executable = process.resolve(command)
     if executable is None:
         raise _unavailable(source, "there is no such program")
@@ -120,6 +143,7 @@ def _checked(source: str, value: bytes) -> Secret:
         raise _unavailable(source, f"it has more than {MAX_SECRET_BYTES} bytes")
     if b"\0" in value:
         raise _unavailable(source, "it contains a zero byte")
+    known.learn(value)
     return Secret(source, value)
 
 
@@ -128,8 +152,5 @@ def _unavailable(source: str, why: str) -> TaskFault:
 
 
 def redact(data: bytes, secrets: list[bytes]) -> bytes:
-    """`data` with each secret value replaced by `[REDACTED]`, longer values first."""
-    for value in sorted(set(secrets), key=len, reverse=True):
-        if value:
-            data = data.replace(value, REDACTED)
-    return data
+    """`data` with each secret value, in all its forms, replaced by `[REDACTED]`."""
+    return Redactor(secrets).bytes(data)

@@ -17,14 +17,14 @@ from typing import Any
 from agentctl.store.errors import TaskFault
 from agentctl.store.policy import Policy
 
-from . import Call, FinishReason, ModelRequest, ModelResponse, ProviderFault, ToolCall, Usage
+from . import Call, FinishReason, ModelRequest, ModelResponse, Provider, ProviderFault, ToolCall, Usage
 from .registry import ResolveSecret
 
 PIECE_CHARACTERS = 16
 """How much of a text one streamed event carries."""
 
 
-def make(definition: Mapping[str, Any], policy: Policy, workspace: str, resolve_secret: ResolveSecret) -> FakeProvider:
+def make(definition: Mapping[str, Any], policy: Policy, workspace: str, resolve_secret: ResolveSecret) -> Provider:
     """The provider of a definition; a script is read here. Raises `ProviderFault` with `sent="no"` for a bad one."""
     path = definition.get("script")
     if path is None:
@@ -48,7 +48,9 @@ class FakeProvider:
         options = request.provider_options
         pause(call, options.get("delayMs", 0) / 1000)
         self._calls += 1
-        number = self._calls if call.number is None else call.number()
+        number = self._calls
+        if call.number is not None and options.keys() & {"failFirst", "toolInput"}:
+            number = call.number()
         if number <= options.get("failFirst", 0):
             raise ProviderFault(
                 "provider_http_error",

@@ -19,6 +19,11 @@ Factory: TypeAlias = Callable[[Mapping[str, Any], Policy, str, ResolveSecret], P
 
 _KINDS: Final[dict[str, str]] = {
     "fake": "fake:make",
+    "openai": "openai:make",
+    "azure_openai": "openai:make_azure",
+    "openai_compatible": "chat:make",
+    "anthropic": "anthropic:make",
+    "google": "google:make",
 }
 """Kind to `module:function` below this package; the function is a `Factory`."""
 

@@ -1,0 +1,114 @@
+"""What a run needs from outside, looked at by the verbs that make one before anything is written (contract 4.10).
+
+Only what the tasks to be executed can reach is looked at: a provider that no such task uses needs no credential.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from agentctl.coordinator.definition import LoadedDocument
+    from agentctl.coordinator.plan import CompiledTask, Plan
+    from agentctl.worker.preflight import Service
+
+
+def preflight(document: LoadedDocument, plan: Plan, base: Path, tasks: Collection[str] | None = None) -> None:
+    """Raise what would keep the tasks of a plan from talking to their services or from having their secrets.
+
+    `tasks` are the ids of those that will be executed; None: all. `base` is what `policy.workspaceRoot` is relative to.
+    Raises `PolicyError` (exit 3), `PrerequisiteError` (exit 6) and `UsageError`. Costs nothing without remote services.
+    """
+    spec = document.workflow["spec"]
+    if not any(spec[place] for place in ("agents", "mcpServers", "a2aPeers")) and not _with_secrets(spec["actions"]):
+        return  # nothing of the kind is declared, and a plan may have many tasks to look through
+    executed = [task for task in plan.tasks.values() if tasks is None or task.id in tasks]
+    agents, actions = _reached(spec, executed)
+    commands = [name for name in actions if spec["actions"][name].get("env")]
+    names = peers_of(spec, executed, actions)
+    if not agents and not commands and not names:
+        return
+    from agentctl.store.clock import SystemClock
+    from agentctl.store.policy import Policy
+    from agentctl.worker.network import Guard
+    from agentctl.worker.preflight import denied_error, denied_secret, provider_service, require
+
+    policy = Policy.from_json(plan.policy)
+    workspace = os.path.realpath(os.path.join(base, policy.workspace_root))
+    for name in commands:
+        for variable, reference in spec["actions"][name]["env"].items():
+            fault = denied_secret(reference, policy, workspace)
+            if fault is not None:
+                raise denied_error(fault, f"the action {name!r}: its env.{variable}")
+    services: list[Service] = []
+    for name in sorted({spec["agents"][agent]["provider"] for agent in agents}):
+        service = provider_service(name, spec["providers"][name])
+        if service is not None:
+            services.append(service)
+    services += services_of(spec, names)
+    guard = Guard(SystemClock().monotonic)
+    for service in services:
+        require(service, policy, workspace, guard, proxied=is_proxied(service.url, plan.policy))
+
+
+def is_proxied(url: str, policy: Mapping[str, Any]) -> bool:
+    """Whether connections to a URL go through a proxy of the environment, which then looks the name up."""
+    from agentctl.worker.network import proxy_of, target_of
+
+    if not (policy.get("network") or {}).get("allowProxy"):
+        return False
+    return proxy_of(target_of(url), os.environ) is not None
+
+
+def _with_secrets(actions: Mapping[str, Any]) -> bool:
+    return any(action.get("env") for action in actions.values())
+
+
+def _reached(spec: Mapping[str, Any], tasks: Iterable[CompiledTask]) -> tuple[list[str], list[str]]:
+    """The agents and the actions that tasks use, those of the agents' tools included; each once, in a stable order."""
+    agents: set[str] = set()
+    actions: set[str] = set()
+    for task in tasks:
+        if task.uses_kind == "agent":
+            agents.add(task.uses_name)
+        elif task.uses_kind == "action":
+            actions.add(task.uses_name)
+    for name in agents:
+        for tool in spec["agents"][name].get("tools") or ():
+            action = spec["tools"][tool].get("action")
+            if action is not None:
+                actions.add(action)
+    return sorted(agents), sorted(name for name in actions if name in spec["actions"])
+
+
+_PLACES = {"mcp.call": ("server", "mcpServers", "url"), "a2a.delegate": ("peer", "a2aPeers", "cardUrl")}
+"""Action kind to the field that names the service, where services are declared, and the field with their URL."""
+
+
+def peers_of(spec: Mapping[str, Any], tasks: Iterable[CompiledTask], actions: Collection[str]) -> set[tuple[str, str]]:
+    """(kind of action, name) of the MCP servers and A2A peers that tasks and actions call."""
+    found: set[tuple[str, str]] = set()
+    for task in tasks:
+        kind = task.action_kind
+        if kind is not None and kind in _PLACES:
+            found.add((kind, str(task.input.get(_PLACES[kind][0]))))
+    for name in actions:
+        action = spec["actions"][name]
+        if action["kind"] in _PLACES and (given := (action.get("with") or {}).get(_PLACES[action["kind"]][0])):
+            found.add((action["kind"], str(given)))
+    return found
+
+
+def services_of(spec: Mapping[str, Any], names: Collection[tuple[str, str]]) -> Iterator[Service]:
+    """The declared servers and peers of these names."""
+    from agentctl.worker.preflight import Service
+
+    for kind, name in sorted(names):
+        _, place, field = _PLACES[kind]
+        declared = spec[place].get(name)
+        if declared is not None:  # a name that only a template gives is checked where it is used
+            secrets = {f"headers.{header}": item for header, item in (declared.get("headers") or {}).items()}
+            yield Service(name, "mcp" if kind == "mcp.call" else "a2a", declared[field], secrets)

@@ -1,0 +1,186 @@
+"""What a run needs from outside is looked at before it exists, and before its database does (contract 4.10, 4.12)."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from agentctl.cli.preflight import peers_of, services_of
+from agentctl.coordinator.plan import CompiledTask
+from support.model_server import ModelServer, model_server
+
+from .conftest import Cli
+
+
+@pytest.fixture
+def server() -> Iterator[ModelServer]:
+    with model_server() as running:
+        yield running
+
+
+def document(provider: dict[str, Any], policy: dict[str, Any] | None = None, **more: Any) -> str:
+    spec: dict[str, Any] = {
+        "policy": {"approval": "never", **(policy or {})},
+        "providers": {"p": provider, "unused": {"kind": "openai"}},
+        "agents": {"a": {"provider": "p", "model": "m", "instructions": "Be brief."}},
+        "actions": {"say": {"kind": "builtin.assign"}},
+        "tasks": [{"id": "ask", "uses": "agent:a", "with": {"prompt": "hello"}}],
+        **more,
+    }
+    return json.dumps({"apiVersion": "agentctl.dev/v1", "kind": "Workflow", "metadata": {"name": "w"}, "spec": spec})
+
+
+LOCAL = {"networkAllowlist": ["127.0.0.1"], "network": {"allowPrivate": True}, "environmentAllowlist": ["KEY"]}
+
+
+@pytest.mark.parametrize("verb", ["run", "submit"])
+@pytest.mark.parametrize(
+    ("provider", "policy", "code", "named"),
+    [
+        ({"kind": "openai"}, {"networkAllowlist": ["api.openai.com"]}, 6, "OPENAI_API_KEY"),
+        ({"kind": "anthropic"}, {"networkAllowlist": ["api.anthropic.com"]}, 6, "ANTHROPIC_API_KEY"),
+        ({"kind": "google"}, {"networkAllowlist": ["*.googleapis.com"]}, 6, "GEMINI_API_KEY"),
+        ({"kind": "openai"}, {}, 3, "api.openai.com"),
+        ({"kind": "openai", "credential": {"env": "KEY"}}, {"networkAllowlist": ["api.openai.com"]}, 3, "KEY"),
+        ({"kind": "openai", "credential": {"file": "key"}}, {"networkAllowlist": ["api.openai.com"]}, 3, "secretFile"),
+        (
+            {"kind": "openai", "credential": {"file": "keys/none"}},
+            {"networkAllowlist": ["api.openai.com"], "secretFileRoots": ["keys"]},
+            6,
+            "keys/none",
+        ),
+        (
+            {"kind": "openai", "credential": {"process": {"command": "true"}}},
+            {"networkAllowlist": ["api.openai.com"]},
+            3,
+            "secretProcessAllowlist",
+        ),
+        (
+            {"kind": "openai_compatible", "endpoint": "http://nowhere.invalid"},
+            {"networkAllowlist": ["nowhere.invalid"]},
+            6,
+            "nowhere.invalid",
+        ),
+        (
+            {"kind": "openai_compatible", "endpoint": "http://127.0.0.1:1"},
+            {"networkAllowlist": ["127.0.0.1"]},
+            3,
+            "allowPrivate",
+        ),
+        (
+            {"kind": "openai_compatible", "endpoint": "http://127.0.0.1:1"},
+            {**LOCAL, "network": {"allowPrivate": True, "customCa": {"env": "CA"}}},
+            3,
+            "customCa",
+        ),
+    ],
+)
+def test_what_is_missing_is_told_before_anything_exists(
+    cli: Cli, verb: str, provider: dict[str, Any], policy: dict[str, Any], code: int, named: str
+) -> None:
+    for name in ("OPENAI_API_KEY", "ANTHROPIC_API_KEY", "GEMINI_API_KEY"):
+        cli.environment.pop(name, None)
+    result = cli.json(verb, cli.write("w.yaml", document(provider, policy)), env={"KEY": "sk-1"})
+    assert result.code == code, result.err
+    assert named in result.error["message"] + str(result.error.get("remedy"))
+    assert "sk-1" not in result.err
+    assert not cli.database.exists()
+
+
+def test_a_provider_that_no_task_reaches_needs_nothing(cli: Cli) -> None:
+    tasks = [{"id": "t", "uses": "action:say", "with": {"x": 1}}]
+    assert cli("run", cli.write("w.yaml", document({"kind": "openai"}, tasks=tasks))).code == 0
+
+
+def test_check_and_check_mode_need_nothing(cli: Cli) -> None:
+    file = cli.write("w.yaml", document({"kind": "openai"}))
+    assert cli("check", file).code == 0
+    assert cli("plan", file).code == 0
+    assert cli("run", file, "--check").code == 0
+
+
+def test_a_denied_secret_of_a_command_is_told_before_anything_exists(cli: Cli) -> None:
+    spec = {
+        "actions": {"sh": {"kind": "builtin.shell.exec", "command": "true", "env": {"A": {"file": "/etc/passwd"}}}},
+        "tasks": [{"id": "t", "uses": "action:sh"}],
+    }
+    policy = {"processAllowlist": ["true"], "environmentAllowlist": ["A"]}
+    result = cli.json("run", cli.write("w.yaml", document({"kind": "fake"}, policy, **spec)))
+    assert (result.code, result.error["code"]) == (3, "blocked")
+    assert "secretFileRoots" in result.error["message"]
+    assert not cli.database.exists()
+
+
+@pytest.mark.parametrize(
+    ("kind", "action", "place"),
+    [
+        ("mcp", {"kind": "mcp.call", "with": {"server": "s", "tool": "t"}}, {"mcpServers": {"s": {"url": "URL"}}}),
+        (
+            "a2a",
+            {"kind": "a2a.delegate", "with": {"peer": "s", "messageId": "m", "message": "x"}},
+            {"a2aPeers": {"s": {"cardUrl": "URL"}}},
+        ),
+    ],
+)
+def test_the_services_of_protocols_are_found(kind: str, action: dict[str, Any], place: dict[str, Any]) -> None:
+    """Whether or not this version can call them: what a plan would reach is what is looked at."""
+    task = CompiledTask("t", 0, "action", "x", action["kind"], input=action["with"])
+    declared = {name: dict(fields) for name, fields in next(iter(place.values())).items()}
+    spec = {"actions": {"x": action}, "mcpServers": {}, "a2aPeers": {}, next(iter(place)): declared}
+    for tasks, actions in (([task], []), ([], ["x"])):
+        names = peers_of(spec, tasks, actions)
+        assert [(s.kind, s.name, s.url) for s in services_of(spec, names)] == [(kind, "s", "URL")]
+    assert peers_of(spec, [], []) == set()
+
+
+# -- verbs -------------------------------------------------------------------------------------------------------------
+
+
+def test_providers_inspect(cli: Cli) -> None:
+    result = cli.json("providers", "inspect")
+    found = {item["kind"]: item for item in result.data["providers"]}
+    assert set(found) == {"fake", "openai", "azure_openai", "openai_compatible", "anthropic", "google"}
+    assert json.loads(result.out)["kind"] == "ProviderCapabilities"
+    assert {"text", "usage", "cancellation"} <= set(found["anthropic"]["capabilities"])
+    assert "streaming" not in found["anthropic"]["capabilities"]
+    assert found["google"]["defaultCredential"] == "GEMINI_API_KEY"
+    assert found["fake"]["extra"] is None
+    assert cli("providers", "inspect", "openai").out.startswith("openai ")
+    assert cli("providers", "inspect", "nobody").code == 2
+
+
+def test_auth_check(cli: Cli) -> None:
+    cli.environment.pop("OPENAI_API_KEY", None)
+    provider = {"kind": "anthropic", "credential": {"env": "KEY"}, "headers": {"X-Org": {"env": "ORG"}}}
+    file = cli.write("w.yaml", document(provider, LOCAL))
+    result = cli.json("auth", "check", file, env={"KEY": "sk-very-secret-1"})
+    assert result.code == 6
+    assert "sk-very-secret-1" not in result.out + result.err
+    assert json.loads(result.out)["kind"] == "AuthCheck"
+    shown = {item["provider"]: {s["name"]: s["status"] for s in item["secrets"]} for item in result.data["providers"]}
+    assert shown == {"p": {"headers.X-Org": "denied", "credential": "ok"}, "unused": {"credential": "missing"}}
+    result = cli.json("auth", "check", file, env={"KEY": "sk-very-secret-1", "OPENAI_API_KEY": "sk-2"})
+    assert (result.code, result.data["valid"]) == (3, False)
+    assert not cli.database.exists()
+
+
+def test_auth_check_is_content_when_everything_is_there(cli: Cli) -> None:
+    file = cli.write("w.yaml", document({"kind": "fake"}))
+    result = cli("auth", "check", file, env={"OPENAI_API_KEY": "sk-very-secret-2"})
+    assert result.code == 0
+    assert "sk-very-secret-2" not in result.out
+    assert "env:OPENAI_API_KEY" in result.out
+
+
+# -- the whole way -----------------------------------------------------------------------------------------------------
+
+
+def test_a_run_asks_a_real_server(cli: Cli, server: ModelServer) -> None:
+    provider = {"kind": "openai_compatible", "endpoint": server.url, "credential": {"env": "KEY"}}
+    result = cli.json("run", cli.write("w.yaml", document(provider, LOCAL)), env={"KEY": "sk-1234567890"})
+    assert result.code == 0, result.err
+    assert result.data["output"]["ask"]["text"] == "fine"
+    assert server.count == 1
+    assert server.seen[0].headers["authorization"] == "Bearer sk-1234567890"

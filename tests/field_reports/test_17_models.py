@@ -1,0 +1,116 @@
+"""Report 17 for models: a client's timeout is not a refusal. What was refused, or never sent, is tried again by the
+policy of the task; what may have been received never is. Counted at a real server."""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from support.children import wait_until
+from support.field import Field
+from support.model_server import ModelServer, Play, closed_port, model_server
+
+
+@pytest.fixture
+def server() -> Iterator[ModelServer]:
+    with model_server() as running:
+        yield running
+
+
+def document(url: str, **task: Any) -> dict[str, Any]:
+    return {
+        "apiVersion": "agentctl.dev/v1",
+        "kind": "Workflow",
+        "metadata": {"name": "report-17"},
+        "spec": {
+            "policy": {"approval": "never", "networkAllowlist": ["127.0.0.1"], "network": {"allowPrivate": True}},
+            "runtime": {"budgets": {"maxProviderRequests": 10}},
+            "providers": {"p": {"kind": "openai_compatible", "endpoint": url}},
+            "agents": {"a": {"provider": "p", "model": "m", "instructions": "Be brief.", "timeoutSeconds": 1}},
+            "tasks": [
+                {
+                    "id": "ask",
+                    "uses": "agent:a",
+                    "with": {"prompt": "hello"},
+                    "retry": {"maxAttempts": 3, "backoffMs": 0},
+                    **task,
+                }
+            ],
+        },
+    }
+
+
+ANSWER = {
+    "responseId": "by hand",
+    "text": "seen in their console",
+    "toolCalls": [],
+    "assistantContent": [{"type": "text", "text": "seen in their console"}],
+    "continuation": None,
+    "usage": {"inputTokens": 1, "outputTokens": 1},
+    "finishReason": "complete",
+}
+
+
+def requests_charged(field: Field) -> tuple[int, int]:
+    """(used, reserved) requests of the only run."""
+    (found,) = field.rows("SELECT used, reserved FROM budget_lines WHERE dimension = 'providerRequests'")
+    return int(found[0]), int(found[1])
+
+
+@pytest.mark.parametrize("status", ["applied", "not-applied"])
+def test_a_timeout_of_a_client_is_no_refusal(field: Field, server: ModelServer, status: str) -> None:
+    server.plays(Play(gate=threading.Event()), Play(text="second"))
+    result = field.json("run", field.text("w.json", json.dumps(document(server.url))))
+    assert (result.code, result.data["reason"]) == (3, "uncertain_effect"), result.err
+    assert server.count == 1
+    (effect,) = field.rows("SELECT effect_id FROM effects WHERE status = 'uncertain'")
+    field.text("result.json", json.dumps(ANSWER))
+    given = ("--result-file", "result.json") if status == "applied" else ()
+    said = field.json("effects", "reconcile", effect[0], "--status", status, "--reason", "looked", *given)
+    assert said.code == 0, said.err
+    result = field.json("resume", result.data["runId"])
+    assert result.code == 0, result.err
+    assert server.count == (1 if status == "applied" else 2)
+    assert result.data["output"]["ask"]["text"] == ("seen in their console" if status == "applied" else "second")
+    field.check_clean_end(uncertain=True)
+
+
+def test_a_refusal_that_stays_one_is_not_repeated(field: Field, server: ModelServer) -> None:
+    server.plays(Play(status=400))
+    result = field.json("run", field.text("w.json", json.dumps(document(server.url))))
+    assert (result.code, result.data["error"]["code"]) == (4, "provider_http_error")
+    assert server.count == 1
+    assert field.rows("SELECT status FROM effects") == [("failed",)]
+    field.check_clean_end()
+
+
+def test_a_server_that_is_busy_is_asked_again_when_it_says(field: Field, server: ModelServer) -> None:
+    busy = Play(status=429, headers={"Retry-After": "1"})
+    server.plays(busy, busy, Play())
+    result = field.json("run", field.text("w.json", json.dumps(document(server.url))))
+    assert result.code == 0, result.err
+    assert server.count == 3
+    times = [seen.at for seen in server.seen]
+    assert times[1] - times[0] >= 1.0
+    assert times[2] - times[1] >= 1.0
+    assert requests_charged(field) == (1, 0), "a refusal for lack of room costs nothing"
+    field.check_clean_end()
+
+
+def test_what_never_reached_a_server_is_tried_again(field: Field) -> None:
+    port = closed_port()
+    retry = {"maxAttempts": 3, "backoffMs": 1500}
+    file = field.text("w.json", json.dumps(document(f"http://127.0.0.1:{port}", retry=retry)))
+    started = field.start("run", file, "--output", "json")
+    wait_until(lambda: len(field.rows("SELECT 1 FROM effects WHERE status = 'failed'")) == 2, "refused twice")
+    with model_server(port=port) as server:
+        result = started.wait()
+        assert result.code == 0, result.err
+        assert server.count == 1
+    sent = field.rows("SELECT attempt, status FROM effects ORDER BY attempt")
+    assert sent == [(1, "failed"), (2, "failed"), (3, "succeeded")]
+    assert requests_charged(field) == (1, 0)
+    field.check_clean_end()

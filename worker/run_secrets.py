@@ -1,0 +1,71 @@
+"""The secrets of a run, known to a worker before it records anything of that run.
+
+A value is taken out of what any task of the run leaves, and not only of the task that it was given to: a command that
+prints the file which another task takes its key from leaks it as well. Variables and files are read when a worker meets
+a run for the first time. A command that yields a secret is not started for this: its value is known to the workers that
+have used it.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Mapping
+from typing import Any, Final
+
+from agentctl.store.errors import TaskFault
+from agentctl.store.policy import Policy
+
+_SOURCES: Final = ("env", "file", "process")
+
+
+def learn(settings: Mapping[str, Any], policy: Policy, workspace: str) -> None:
+    """Read the variables and files that the recorded settings of a run refer to. What cannot be read is no fault here:
+    whoever needs it says so."""
+    models = settings.get("models") or {}
+    places = (settings.get("actions"), models.get("providers"), policy.network.custom_ca)
+    for reference in (found for place in places for found in references_in(place)):
+        from .effects.secret_values import resolve_secret
+
+        try:
+            resolve_secret(reference, policy, workspace)
+        except TaskFault:
+            continue
+    for definition in (models.get("providers") or {}).values():
+        _learn_default(definition)
+
+
+def references_in(value: Any) -> Iterator[Mapping[str, Any]]:
+    """The references to variables and files anywhere in a definition."""
+    if isinstance(value, Mapping):
+        given = {name: item for name, item in value.items() if item is not None}
+        if len(given) == 1 and given.keys() <= {"env", "file"} and isinstance(next(iter(given.values())), str):
+            yield given
+            return
+        for item in value.values():
+            yield from references_in(item)
+    elif isinstance(value, list | tuple):
+        for item in value:
+            yield from references_in(item)
+
+
+def _learn_default(definition: Mapping[str, Any]) -> None:
+    """The variable of a provider's kind, which no allowlist has to name."""
+    from .effects.secret_values import from_variable
+    from .providers.exchange import credential_of, is_default
+
+    kind = definition["kind"]
+    reference = credential_of(kind, definition)
+    if reference is not None and is_default(kind, reference) and reference["env"] in os.environ:
+        from_variable(reference["env"])
+
+
+def without_secrets(action: Mapping[str, Any], policy: Policy, workspace: str) -> dict[str, Any]:
+    """An action whose secrets are judged and not read, for a check: no command is started for one, no file is opened.
+
+    Raises `policy_denied` as a run would.
+    """
+    from .effects.secret_values import require_permitted
+
+    for reference in (action.get("env") or {}).values():
+        require_permitted(reference, policy, workspace)
+    return {**action, "env": {}}

@@ -1,0 +1,183 @@
+"""What models may call: the built-in tools, and declared actions (contract 1.6 and 3).
+
+A tool call becomes the plan of an effect like that of any task, so paths, programs and hosts are checked by the same
+rules. A tool never makes less of itself than the action that it stands for: class and idempotency are those of the
+action, and its risk is the greater one of both.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
+from hashlib import sha256
+from typing import TYPE_CHECKING, Any, Final
+
+from agentctl.store.canonical import canonical
+from agentctl.store.errors import TaskFault
+from agentctl.store.policy import Policy
+from agentctl.store.records import record
+
+from .effects import Done, EffectContext, EffectOutcome, EffectPlan, Work, prepare
+from .providers import ToolSpec
+
+if TYPE_CHECKING:
+    from .attempt import RunSettings
+
+_RISKS: Final = ("low", "medium", "high", "critical")
+_FILES: Final = {"builtin.workspace.read": "builtin.read", "builtin.workspace.write": "builtin.write"}
+MAX_SCHEMAS: Final = 256
+
+
+@record
+class ToolStep:
+    """One tool call. `expected` is what an earlier delivery has recorded as its expected effect, else None."""
+
+    task_id: str
+    name: str
+    tool: Mapping[str, Any]
+    given: dict[str, Any]
+    settings: RunSettings
+    expected: dict[str, Any] | None
+
+
+class Checks:
+    """Compiled JSON Schemas by their text."""
+
+    def __init__(self) -> None:
+        self._known: dict[str, Callable[[Any], str | None]] = {}
+
+    def problem(self, schema: Any, value: Any) -> str | None:
+        """Why a value does not fit a schema, with the place, or None."""
+        text = canonical(schema)
+        check = self._known.get(text)
+        if check is None:
+            if len(self._known) >= MAX_SCHEMAS:
+                self._known.clear()
+            check = self._known[text] = _compiled(schema)
+        return check(value)
+
+
+def _compiled(schema: Any) -> Callable[[Any], str | None]:
+    import jsonschema_rs
+
+    validator = jsonschema_rs.validator_for(schema)
+
+    def check(value: Any) -> str | None:
+        if validator.is_valid(value):
+            return None
+        error = next(validator.iter_errors(value))
+        where = "/".join(str(part) for part in error.instance_path)
+        return f"{error.message[:300]} (at /{where})"
+
+    return check
+
+
+def tool_specs(names: Sequence[str], tools: Mapping[str, Any]) -> tuple[ToolSpec, ...]:
+    """What a model is told of its tools, in the order in which its agent names them."""
+    return tuple(ToolSpec(name, tools[name]["description"], tools[name]["inputSchema"]) for name in names)
+
+
+def policy_name(policy: Policy, capability: str, tool: str) -> str:
+    """The name of a tool that the policy speaks of: a denial counts by any of its names, an allowance as well.
+
+    Names are its capability (`filesystem.write`), its own, and that of its operation (`tool.NAME`).
+    """
+    names = (capability, tool, f"tool.{tool}")
+    for rules in (policy.tools_deny, policy.tools_allow):
+        for name in names:
+            if name in rules:
+                return name
+    return capability
+
+
+def keeps_something(tool: Mapping[str, Any], settings: RunSettings) -> bool:
+    """Whether a call of this tool may leave artifacts."""
+    if tool["kind"] == "builtin.workspace.write":
+        return True
+    action = settings.actions.get(tool.get("action") or "", {})
+    return action.get("kind") == "builtin.write" or bool(action.get("artifacts")) or "artifacts" in _properties(tool)
+
+
+def _properties(tool: Mapping[str, Any]) -> Any:
+    return tool["inputSchema"].get("properties", {})
+
+
+def tool_plan(step: ToolStep) -> EffectPlan:
+    """Check a call and describe its effect; nothing is done. Raises `TaskFault` as `effects.prepare` does."""
+    tool = step.tool
+    if tool["kind"] == "builtin.echo":
+        return EffectPlan(
+            operation="builtin.echo",
+            effect_class="pure",
+            risk=tool["risk"],
+            idempotency="pure",
+            policy_name=tool["capability"],
+            input=step.given,
+            expected_effect={"changed": False},
+            estimate={},
+            execute=partial(_echo, step.given),
+        )
+    action: Mapping[str, Any] = {}
+    kind, given = _FILES.get(tool["kind"]), step.given
+    if kind is None:
+        action = step.settings.actions[tool["action"]]
+        kind, given = action["kind"], {**action["with"], **step.given}
+    plan = prepare(_work(step, str(kind), action, given))
+    if isinstance(plan, Done):
+        raise TaskFault("unsupported_capability", f"an action of kind {kind} cannot be a tool: it has no effect")
+    risk = max(plan.risk, tool["risk"], key=_RISKS.index)
+    execute = plan.execute
+    if tool["kind"] == "builtin.workspace.read":
+        execute = partial(_reading, step.given["path"], plan.execute)
+    elif tool["kind"] == "builtin.workspace.write":
+        execute = partial(_writing, step.given["path"], step.given["content"], plan.execute)
+    return replace(plan, risk=risk, execute=execute)
+
+
+def _work(step: ToolStep, kind: str, action: Mapping[str, Any], given: dict[str, Any]) -> Work:
+    settings = step.settings
+    # Not what is left of the task: the limit may stand in the recorded effect, and has to be the same another time.
+    seconds = float(min(step.tool["timeoutSeconds"], action.get("timeoutSeconds") or step.tool["timeoutSeconds"]))
+    return Work(
+        task_id=step.task_id,
+        action_name=str(step.tool.get("action") or step.name),
+        kind=kind,
+        action=action,
+        input=given,
+        memory={},
+        timeout_seconds=seconds,
+        base_path=settings.base_path,
+        policy=settings.policy,
+        show_diff=settings.show_diff,
+        recorded=step.expected,
+        force_effect=True,
+        workspace=settings.workspace,
+        long_term=settings.long_term,
+    )
+
+
+def _echo(given: dict[str, Any], context: EffectContext) -> EffectOutcome:
+    return EffectOutcome("succeeded", given)
+
+
+def _reading(path: str, execute: Callable[[EffectContext], EffectOutcome], context: EffectContext) -> EffectOutcome:
+    outcome = execute(context)
+    if outcome.status != "succeeded" or outcome.result is None:
+        return outcome
+    content = outcome.result["content"]
+    return replace(outcome, result={"path": path, "content": content, **_measured(content)})
+
+
+def _writing(
+    path: str, content: str, execute: Callable[[EffectContext], EffectOutcome], context: EffectContext
+) -> EffectOutcome:
+    outcome = execute(context)
+    if outcome.status != "succeeded":
+        return outcome
+    return replace(outcome, result={"path": path, **_measured(content)})
+
+
+def _measured(content: str) -> dict[str, Any]:
+    data = content.encode("utf-8")
+    return {"bytes": len(data), "sha256": sha256(data).hexdigest()}
