@@ -355,6 +355,18 @@ def _mcp(field: Field, run: Callable[..., Any]) -> None:
     assert field.json("inspect", "@latest").data["effects"][0]["status"] == "failed"
 
 
+def _operational(field: Field, run: Callable[..., Any]) -> None:
+    name = "operational-workflow.yaml"
+    with _peer(field, "mcp_peer.py", name, 8765):
+        assert run() == {"words": 6, "rounds": 2}
+        failed = field.json("run", name, "--input", "mode=failure")
+        assert failed.code == 4
+        tasks = {task["taskId"]: task["state"] for task in field.json("inspect", "@latest").data["tasks"]}
+        assert (tasks["refuse"], tasks["wait"], tasks["done"]) == ("failed", "cancelled", "cancelled")
+        cancelled = field.json("run", name, "--input", "mode=cancel", "--timeout-seconds", "3")
+        assert (cancelled.code, cancelled.data["state"]) == (130, "cancelled")
+
+
 def _a2a(field: Field, run: Callable[..., Any]) -> None:
     with _peer(field, "a2a_peer.py", "a2a.yaml", 8766):
         [answer] = run("--input", "message=say it loud")["answer"]
@@ -394,6 +406,7 @@ PROMISES: dict[str, Callable[[Field, Callable[..., Any]], None]] = {
     "policy-denial.yaml": _policy_denial,
     "mcp.yaml": _mcp,
     "a2a.yaml": _a2a,
+    "operational-workflow.yaml": _operational,
     "extension.yaml": _extension,
 }
 
