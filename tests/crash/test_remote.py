@@ -152,20 +152,13 @@ def test_a_worker_that_dies_around_an_mcp_call(remote: Remote, point: str, idemp
 
 
 def test_a_changed_tool_is_not_called_again_by_the_next_worker(remote: Remote) -> None:
-    file = remote.mcp("idempotent")
-    assert remote.peer is not None
-    struck = remote.site.folder / "struck"
-    remote.site.ask("submit", file)
-    worker = remote.site.start("workers", "start", "-n", "1", fault=f"after_call_answered@{struck}", environment={})
-    remote.site.wait_for(lambda: remote.peer is not None and "tools/call" in remote.peer.counts(), "the call arrives")
-    (remote.peer.folder / "changed").touch()
-    run_id = remote.site.only_run()
-    assert run_id is not None
-    remote.site.wait_for_end(run_id)
+    answer, run_id = remote.run_killed(remote.mcp("idempotent", tools__call=["change"]), "after_call_answered")
+    assert answer.code == 4, answer.err
     (effect,) = remote.inspect(run_id)["effects"]
-    assert effect["error"]["code"] in ("mcp_tool_changed", "uncertain_effect")
+    assert (effect["status"], effect["error"]["code"]) == ("uncertain", "mcp_tool_changed")
+    assert remote.peer is not None
     assert remote.peer.counts()["tools/call"] == 1
-    del worker
+    remote.sound()
 
 
 def test_an_a2a_task_and_what_is_recorded_of_it(remote: Remote) -> None:

@@ -7,7 +7,7 @@ behaviours, one for each request of it in turn; after the last one everything is
 `ok` · `hang` (never answers) · `cut` (begins an answer and closes the connection) · `die` (the process ends) ·
 `garbage` (200, no JSON) · `html` · `accepted` (202) · `redirect` · `huge` (more than a policy lets in) ·
 `status:N` · `error:N` (a JSON-RPC error with HTTP 200) · `result:JSON` (a JSON-RPC result) · `late` (handles it, and
-answers never)
+answers never) · `change` (`ok`, and from then on the tool is another one)
 """
 
 from __future__ import annotations
@@ -46,6 +46,9 @@ class Scripted:
         with open(self._folder / "requests.jsonl", "a", encoding="utf-8") as file:
             file.write(json.dumps(line) + "\n")
         behaviour = self._next(method)
+        if behaviour == "change":
+            (self._folder / "changed").touch()
+            behaviour = "ok"
         if behaviour in ("ok", "late"):
             sent = False
 

@@ -144,7 +144,8 @@ def _execute(call: _Call, context: EffectContext) -> EffectOutcome:
     if before is not None:
         # An earlier dispatch of this effect was lost: only the same tool may be asked again.
         state.tool_digest = before["state"].get("toolDigest")
-        state.sent = state.sent_before = bool(before["state"].get("sent"))
+        # A call that was prepared and has no end may have been sent: its worker died somewhere behind that mark.
+        state.sent = state.sent_before = bool(before["state"].get("sent")) or before["status"] == "prepared"
     # The token ends the task of the call, not its HTTP: a last word has to get through.
     guard = Guard(context.monotonic)
     result, error, ended = carry_out(partial(_converse, call, state, context, guard), context.token, call.whole_seconds)
