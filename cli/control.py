@@ -12,6 +12,7 @@ from agentctl.store.faults import Faults
 
 from .documents import read_json_file
 from .main import Settings, VerbGroup, pass_settings
+from .remote import continue_remote
 from .render import Printer, clean, when
 from .run import ACTOR, open_store, views_of, warn_undriven
 
@@ -105,6 +106,9 @@ def effects() -> None:
     """Show effects; reconcile uncertain ones."""
 
 
+effects.add_command(continue_remote)
+
+
 @effects.command("list")
 @click.argument("run_name", metavar="[RUN]", required=False)
 @click.option("--task", "task_id", metavar="TASK", help="Only those of one task.")
@@ -166,6 +170,10 @@ def effects_inspect(settings: Settings, name: str) -> None:
         ):
             if value is not None:
                 out.line(f"  {label}: {clean(json.dumps(value, ensure_ascii=False)[:SHOWN_INPUT])}")
+        call = data["protocolCall"]
+        if call is not None:
+            state = clean(json.dumps(call["state"], ensure_ascii=False)[:SHOWN_INPUT])
+            out.line(f"  {call['protocol']} call of {clean(call['peer'])}: {out.state(call['status'])}, {state}")
         for said in data["reconciliations"]:
             out.line(
                 f"  {said['status']} says {clean(said['actor'])} {when(said['createdAt'])}: {clean(said['reason'])}"

@@ -30,10 +30,11 @@ _FROM_THE_INPUT = frozenset({"policy_denied", "invalid_input", "unsupported_capa
 _MEMORY_KINDS = frozenset({"builtin.memory.read", *MEMORY_WRITERS})
 """Kinds whose output tells of a key of working memory."""
 
-_PROCESS = "builtin.shell.exec"
+_OPAQUE = frozenset({"builtin.shell.exec", "extension.process", "mcp.call", "a2a.delegate"})
+"""Kinds of which nobody knows what they change: programs, and whoever is asked over a network."""
 
-_CHANGES = frozenset({_PROCESS, "builtin.write", "builtin.long_term_memory.write"})
-"""Kinds that change the world, which a check leaves as it is. What a program does, or an agent, nobody knows."""
+_CHANGES = _OPAQUE | {"builtin.write", "builtin.long_term_memory.write"}
+"""Kinds that change the world, which a check leaves as it is. What an agent does, nobody knows either."""
 
 _LOOKS = frozenset(
     {"builtin.read", "builtin.write", "builtin.long_term_memory.read", "builtin.long_term_memory.search"}
@@ -271,7 +272,7 @@ class CheckMode:
         """What of the world a task looks at or changes: a sort and names, None for a name that only a run knows."""
         task = self._index.tasks[position]
         kind = str(task.action_kind)
-        if kind == _PROCESS or task.uses_kind == "agent":
+        if kind in _OPAQUE or task.uses_kind == "agent":
             return (None,)
         if kind in ("builtin.read", "builtin.write"):
             path = _literal(task.input.get("path"))

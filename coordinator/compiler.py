@@ -33,6 +33,7 @@ from .expressions import (
 )
 from .kinds import EFFECTS
 from .long_term_input import embeds, long_term_problems
+from .peers import asked_by, call_problems, peer_problems, with_peers
 from .plan import (
     MAX_TASKS,
     MEMORY_WRITERS,
@@ -98,6 +99,11 @@ _KINDS: dict[str, _Kind] = {
     "builtin.shell.exec": _Kind(
         _RUN,
         {"args": "texts", "stdin": "text", "env": "text map", "cwd": "name", "artifacts": "texts"},
+    ),
+    "extension.process": _Kind(_RUN),
+    "mcp.call": _Kind(_RUN, {"server": "name", "tool": "name", "arguments": "any"}, ("server", "tool")),
+    "a2a.delegate": _Kind(
+        _RUN, {"peer": "name", "messageId": "name", "message": "name"}, ("peer", "messageId", "message")
     ),
 }
 """The kinds that run; every other kind of the contract is refused by name where a task uses it."""
@@ -209,6 +215,7 @@ class _Compiler:
         self.vars = workflow_variables(document)
         self.action_references: dict[tuple[str, Namespace | None], dict[str, frozenset[Ref]]] = {}
         self.static: dict[str, dict[str, Any]] = {}
+        self.asked: dict[str, set[str]] = {}
         self.declared: list[Declared] = []
         self.calls: dict[str, Path] = {}
         self.call_outputs: dict[str, str] = {}
@@ -552,7 +559,7 @@ class _Compiler:
         source.predictability = facts.predictability
         defaults = self.defaults_of(source)
         source.input = {**defaults, **task.with_} if defaults and task.with_ else task.with_ or defaults
-        limit = action.timeout_seconds if action.kind in PROCESS_KINDS else None
+        limit = action.timeout_seconds if action.kind in PROCESS_KINDS or asked_by(action.kind) else None
         # The task's own limit holds for every kind (contract table, row 10); a process has the smaller of both.
         given = [seconds for seconds in (task.timeout_seconds, limit) if seconds is not None]
         if given:
@@ -560,14 +567,62 @@ class _Compiler:
         references |= self.action_defaults(source, ids)
         self.check_action_features(name)
         self.check_input(source, facts)
-        for field_name, message in long_term_problems(action.kind, source.input):
+        for field_name, message in (
+            *long_term_problems(action.kind, source.input),
+            *call_problems(action.kind, source.input),
+        ):
             self.report("schema_violation", message, self.input_path(source, field_name))
+        self.check_extension_input(source)
+        self.check_peers(source)
         long_term = self.spec.memory.long_term
         if long_term is not None and embeds(action.kind) and long_term.embedding.provider != LOCAL_HASH:
             place = ("spec", "memory", "longTerm", "embedding", "provider")
             self.unsupported("an embedding by a provider", place, f"use {LOCAL_HASH}")
         if self.own_memory(source):
             self.memory_keys(source, references)
+
+    def check_extension_input(self, source: _Source) -> None:
+        """The input of an extension holds to its contract here already, where all of it is known."""
+        schema = self.spec.actions[source.action_name].input_schema
+        if source.action_kind != "extension.process" or has_template(source.input) or _schema_problem(schema):
+            return
+        for error in _validator(schema).iter_errors(source.input):
+            message = f"the input does not fit inputSchema of {source.action_name!r}: {error.message[:300]}"
+            place = tuple(error.instance_path)
+            path = self.input_path(source, str(place[0]), *place[1:]) if place else (*source.path, "with")
+            self.report("schema_violation", message, path)
+
+    def check_peers(self, source: _Source) -> None:
+        """The servers or peers that a task may ask: the one that it names, or all when only the run knows the name."""
+        asked = asked_by(source.action_kind)
+        if asked is None or source.action_kind is None:
+            return
+        field_name, place = asked
+        declared = self.spec.mcp_servers if place == "mcpServers" else self.spec.a2a_peers
+        name = source.input.get(field_name)
+        if type(name) is not str or not name:
+            return  # reported with the other fields
+        if has_template(name):
+            names = set(declared)
+        elif name in declared:
+            names = {name}
+        else:
+            self.missing(
+                "MCP server" if place == "mcpServers" else "A2A peer",
+                name,
+                declared,
+                self.input_path(source, field_name),
+            )
+            return
+        self.check_asked(source.action_name, names)
+
+    def check_asked(self, action_name: str, names: set[str]) -> None:
+        """Take note of the servers or peers that an action may ask, and check those that are new."""
+        known = self.asked.setdefault(action_name, set())
+        for each in sorted(names - known):
+            for code, path, message, hint in peer_problems(self.spec, self.spec.actions[action_name].kind, each):
+                self.report(code, message, path, help=hint)
+        known |= names
 
     def check_agent(self, source: _Source, name: str, ids: set[str], references: set[Ref]) -> None:
         """A task that a model carries out. What it reads is in `references`, but for the instructions of its agent."""
@@ -595,6 +650,12 @@ class _Compiler:
                 self.unsupported(f"an action of kind {action.kind}", ("spec", "tools", tool_name, "action"))
                 continue
             self.check_action_features(tool.action)
+            asked = asked_by(action.kind)
+            if asked is not None:
+                # The model chooses, unless the action itself names one.
+                declared = self.spec.mcp_servers if asked[1] == "mcpServers" else self.spec.a2a_peers
+                fixed = action.with_.get(asked[0])
+                self.check_asked(tool.action, {fixed} if type(fixed) is str and fixed in declared else set(declared))
             if source.namespace is not None and action.kind in _OWN_NAMES:
                 self.unsupported("a tool for long-term memory in a sub-workflow", (*source.path, "uses"))
         self.memory_keys(source, references)
@@ -1077,7 +1138,7 @@ class _Compiler:
                 "plannedExpansionItems": children,
                 "plannedLoopIterations": iterations,
             },
-            actions={name: spec["actions"][name] for name in used},
+            actions={name: with_peers(spec["actions"][name], spec, self.asked.get(name, ())) for name in used},
             agents={name: self.compiled_agent(name, spec["agents"][name]) for name in agents},
             providers={name: spec["providers"][name] for name in providers},
             tools={name: spec["tools"][name] for name in tools},

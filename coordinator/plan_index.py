@@ -117,9 +117,11 @@ class PlanIndex:
 
     def contract(self, position: int) -> Callable[[Any], str | None] | None:
         """The check of a task's output schema: returns what is wrong, or None. None if the kind's contract holds."""
-        schema = self._schema(self.tasks[position])
+        task = self.tasks[position]
+        schema = self._schema(task)
         if schema is None:
-            return None
+            # All other kinds make nothing but objects.
+            return _no_object if task.action_kind == "extension.process" else None
         check = self._validators.get(id(schema))
         if check is None:
             check = self._validators[id(schema)] = _compile_schema(schema)
@@ -131,6 +133,10 @@ def contract_of(uses_kind: str, schema: dict[str, Any] | bool | None) -> Any:
     if schema is not None:
         return schema
     return {"type": "object"} if uses_kind in ("action", "aggregate") else None
+
+
+def _no_object(value: Any) -> str | None:
+    return None if isinstance(value, dict) else "the output is no object, and the task has no outputSchema of its own"
 
 
 def _compile_schema(schema: dict[str, Any] | bool) -> Callable[[Any], str | None]:

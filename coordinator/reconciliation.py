@@ -15,7 +15,7 @@ from agentctl.store.conversations import PREFIX
 from agentctl.store.engine import Store
 from agentctl.store.errors import PolicyError, UsageError
 from agentctl.store.policy import Policy, decide_effect, policy_name_of
-from agentctl.store.records import NewReconciliation
+from agentctl.store.records import NewReconciliation, ProtocolNote
 
 CAPABILITY = "effect_reconciliation"
 
@@ -36,6 +36,8 @@ class Conclusion:
     result_schema: dict[str, Any] | bool | None = None
     compensation_effect_id: str | None = None
     approved: bool = False
+    protocol: ProtocolNote | None = None
+    """What was observed of the remote side, when that is where the conclusion comes from."""
 
 
 def reconcile(store: Store, effect: dict[str, Any], conclusion: Conclusion, ids: IdSource) -> tuple[str, str]:
@@ -63,9 +65,17 @@ def reconcile(store: Store, effect: dict[str, Any], conclusion: Conclusion, ids:
         result_json=canonical(conclusion.result) if conclusion.has_result else None,
         result_schema_json=None if conclusion.result_schema is None else canonical(conclusion.result_schema),
         compensation_effect_id=conclusion.compensation_effect_id,
+        protocol=conclusion.protocol,
         usage=usage,
     )
     return new.reconciliation_id, store.reconcile(new)
+
+
+def require_permission(store: Store, effect: dict[str, Any], conclusion: Conclusion) -> None:
+    """Raise what `reconcile` would raise for want of words or permission, before anything is asked for its result."""
+    if not conclusion.actor.strip() or not conclusion.reason.strip():
+        raise UsageError("a reconciliation needs an actor and a reason", remedy="give --actor and --reason")
+    _authorize(store, effect["request"], conclusion)
 
 
 def _check_words(conclusion: Conclusion) -> None:

@@ -6,7 +6,7 @@ may have happened. A final status never changes; the database refuses it.
 
 from __future__ import annotations
 
-from . import approvals, conversations, holds, ledger, long_term, reconciliations
+from . import approvals, conversations, holds, ledger, long_term, protocols, reconciliations
 from .canonical import canonical
 from .database import Connection, all_rows
 from .errors import ConflictError, IncompatibleVersion, LeaseLost
@@ -171,6 +171,8 @@ def end(
     An effect that succeeded and consists of a write to long-term memory is carried out here, behind that guard.
     Returns what the settlement has exceeded (see `ledger.settle`): then the task fails although its effect succeeded.
     """
+    if finish.protocol is not None:
+        protocols.write(tx, run_id, task_id, finish.effect_id, finish.protocol, events, now=now)
     if finish.status == "lost":
         events.append(
             back_to_requested(tx, finish.effect_id, task_id, events, reason="ended before it was done", now=now)

@@ -26,6 +26,7 @@ from . import (
     long_term,
     process_identity,
     processes,
+    protocols,
     reconciliations,
     runs,
     task_queue,
@@ -55,6 +56,7 @@ from .records import (
     NewReconciliation,
     NewRun,
     ProcessRow,
+    ProtocolNote,
     RecordedEffect,
     RecordedStep,
     Run,
@@ -410,6 +412,21 @@ class Store:
         if isinstance(answer, AttemptHeld) and driver is not None:
             self.wakes.wake(driver)
         return answer
+
+    def tell_protocol(self, fence: Fence, effect_id: str, note: ProtocolNote) -> None:
+        """Write down what an effect knows of its remote side, before it goes on (see `protocols.tell`). Durable.
+
+        Raises `LeaseLost` when the delivery is over, and `SyncFailed`: then nothing more may be sent.
+        """
+        now = self.clock.now()
+        with self.database.write(durable=True) as tx:
+            run_id, events = protocols.tell(tx, fence, effect_id, note, now=now)
+            audit.append(tx, run_id, events, actor=fence.holder, now=now)
+
+    def protocol_call(self, effect_id: str) -> dict[str, Any] | None:
+        """What is known of the remote side of an effect, or None (see `protocols.call`)."""
+        with self.database.read() as tx:
+            return protocols.call(tx, effect_id)
 
     def peek(self, only_run: str | None, *, skip: int) -> Candidate | None:
         """What a claim would probably take, after `skip` others; takes no lock and promises nothing."""

@@ -9,7 +9,7 @@ import json
 from collections.abc import Iterator
 from typing import Any
 
-from . import runs
+from . import protocols, runs
 from .canonical import canonical, effect_id, hex_digest, text_digest
 from .database import Connection, all_rows
 from .records import Run
@@ -160,6 +160,7 @@ class _Told:
         self.requests: dict[str, tuple[Any, Any]] = {}
         self.effects: dict[str, str] = {}
         self.reservations: dict[tuple[str, int], tuple[str, dict[str, int]]] = {}
+        self.remote: dict[tuple[str, str], list[Any]] = {}
 
     def take(self, kind: str, task_id: str | None, payload: dict[str, Any]) -> None:
         """The next event."""
@@ -177,6 +178,11 @@ class _Told:
             self.effects[effect] = kind.removeprefix("effect.")
             if "inputDigest" in payload:
                 self.requests[effect] = (payload["inputDigest"], payload.get("operation"))
+        elif kind == "protocol.call":
+            self.remote["call", str(payload.get("effectId"))] = [payload.get("status"), payload.get("stateDigest")]
+        elif kind == "protocol.session":
+            said = [payload.get(name) for name in ("status", "stateDigest", "generation")]
+            self.remote["session", f"{payload.get('protocol')} {task_id}"] = said
         elif kind in ("budget.reserved", "budget.reconciled") and "reservationId" in payload:
             state = "open" if kind == "budget.reserved" else "released" if "released" in payload else "settled"
             units: dict[str, int] = payload.get("released") or payload.get("units") or {}
@@ -197,6 +203,10 @@ class _Told:
             yield f"the audit trail tells of a task {min(self.tasks)}, which is not there"
         yield from self._lineage_against(tx, run, span)
         yield from self._effects_against(tx, run, span)
+        kept_remote = protocols.told_by_rows(tx, run.run_id)
+        for what, name in sorted(kept_remote.keys() | self.remote.keys()):
+            if kept_remote.get((what, name)) != self.remote.get((what, name)):
+                yield f"the audit trail tells something else of the protocol {what} {name[:40]}"
         rows = all_rows(
             tx.execute(
                 "SELECT reservation_id, dispatch, dimension, state, CASE state WHEN 'settled' THEN actual ELSE units "

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from . import audit, conversations, ledger, process_identity, processes, runs
+from . import audit, conversations, ledger, process_identity, processes, protocols, runs
 from .canonical import canonical
 from .database import Connection
 from .errors import ConflictError, IncompatibleVersion, NotFoundError
@@ -88,6 +88,8 @@ def reconcile(tx: Connection, new: NewReconciliation, *, now: int) -> tuple[str,
         "supersedes": None if before is None else before[0],
     }
     events = [Event("effect.reconciled", task_id, canonical(payload))]
+    if new.protocol is not None:
+        protocols.write(tx, run_id, task_id, new.effect_id, new.protocol, events, now=now)
     state: dict[str, Any] = {"reconciliations": {new.effect_id: new.status}}
     if new.status == "applied" and new.usage is not None:
         ledger.settle(tx, run_id, task_id, new.effect_id, dispatches, new.usage, events, now=now)

@@ -27,6 +27,8 @@ BUDGET_FORMAT_VERSION = 1
 TASK_METADATA_VERSION = 1
 APPROVAL_FORMAT_VERSION = 1
 RECONCILIATION_FORMAT_VERSION = 1
+PROTOCOL_SESSION_VERSION = 1
+PROTOCOL_CALL_VERSION = 1
 PROVIDER_SESSION_FORMAT_VERSION = 1
 STREAM_EVENT_FORMAT_VERSION = 1
 
@@ -282,6 +284,22 @@ class MemoryWrite:
 
 
 @record
+class ProtocolNote:
+    """What an effect knows of its remote side (see `protocols`). Texts are canonical JSON.
+
+    `call_identity` (the tool of an MCP server, the message of an A2A agent) never changes for an effect. With
+    `session_json` a session has just been made, the first one of the task or another one.
+    """
+
+    protocol: str
+    peer: str
+    call_identity: str
+    status: str
+    state_json: str
+    session_json: str | None = None
+
+
+@record
 class EffectEnd:
     """How a dispatch ended.
 
@@ -290,7 +308,7 @@ class EffectEnd:
     (it was ended half-way, and its contract allows to send it again: it stays charged). `usage` is in budget units;
     `reserved` is false for an effect that estimates none, so that there is nothing to settle. `memory` is the write to
     long-term memory that the effect consists of; it is carried out in the transaction that confirms the effect, and
-    `session` is where the conversation stands with it.
+    `session` is where the conversation stands with it. `protocol` is what is known of its remote side at the end.
     """
 
     effect_id: str
@@ -302,6 +320,7 @@ class EffectEnd:
     usage: dict[str, int] = field(default_factory=dict)
     reserved: bool = True
     memory: MemoryWrite | None = None
+    protocol: ProtocolNote | None = None
     session: SessionUpdate | None = None
 
 
@@ -393,6 +412,8 @@ class NewReconciliation:
     result_json: str | None = None
     result_schema_json: str | None = None
     compensation_effect_id: str | None = None
+    protocol: ProtocolNote | None = None
+    """What was observed of the remote side, when that is where the conclusion comes from."""
     usage: dict[str, int] | None = None
 
 

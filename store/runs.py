@@ -15,6 +15,8 @@ from .records import (
     CHECKPOINT_FORMAT_VERSION,
     EFFECT_FORMAT_VERSION,
     PLAN_FORMAT_VERSION,
+    PROTOCOL_CALL_VERSION,
+    PROTOCOL_SESSION_VERSION,
     RECONCILIATION_FORMAT_VERSION,
     RUNTIME_STATE_VERSION,
     TASK_METADATA_VERSION,
@@ -190,6 +192,8 @@ VERSIONED = (
     ("a checkpoint", "checkpoints", "format_version", CHECKPOINT_FORMAT_VERSION),
     ("an approval", "approvals", "format_version", APPROVAL_FORMAT_VERSION),
     ("a reconciliation", "effect_reconciliations", "format_version", RECONCILIATION_FORMAT_VERSION),
+    ("a session of a protocol", "protocol_sessions", "format_version", PROTOCOL_SESSION_VERSION),
+    ("a call of a protocol", "protocol_calls", "format_version", PROTOCOL_CALL_VERSION),
     ("an event", "audit_events", "event_version", AUDIT_EVENT_VERSION),
 )
 """What belongs to a run and has a version of its own."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from . import audit, effects
+from . import audit, effects, protocols
 from .canonical import canonical
 from .database import Connection, all_rows
 from .errors import LeaseLost
@@ -330,6 +330,7 @@ def rescue(
             continue
         holder = row[6] if holder_may_live else None
         events.append(effects.mark_uncertain(tx, effect_id, task_id, reason=why, holder=holder, now=now))
+        events += protocols.lost(tx, effect_id, task_id, now=now)
         if repeatable:
             # Nobody sends it again: that it was sent and never confirmed is the last that is known of it.
             effects.supersede(tx, run_id, [effect_id], events, now=now)

@@ -11,7 +11,7 @@ import json
 from collections.abc import Iterator, Sequence
 from typing import Any, TypeAlias
 
-from . import artifacts, audit, ledger, process_identity, processes, runs
+from . import artifacts, audit, ledger, process_identity, processes, protocols, runs
 from .canonical import text_digest
 from .clock import Clock
 from .conversations import PREFIX
@@ -243,7 +243,7 @@ class Views:
                 "effect": _effect_record(row[:-1], row[-1]),
                 "reconciliations": said,
                 "effectiveReconciliation": said[-1] if said else None,
-                "protocolCall": None,
+                "protocolCall": protocols.call(tx, effect_id),
             }
 
     def reconciliation(self, reconciliation_id: str) -> dict[str, Any]:
@@ -742,8 +742,8 @@ def _inspect(tx: Connection, run: Run, *, now: int) -> dict[str, Any]:
         ],
         "providerSessions": _provider_sessions(tx, run.run_id),
         "streamEvents": _stream_events(tx, run.run_id, after=None, limit=-1)[0],
-        "protocolSessions": [],
-        "protocolCalls": [],
+        "protocolSessions": protocols.sessions(tx, run.run_id),
+        "protocolCalls": protocols.calls(tx, run.run_id),
         "toolCalls": _tool_calls(tx, run.run_id),
         "artifacts": list(artifacts.references(tx, run.run_id)),
         "budget": _budget(tx, run.run_id, now),
@@ -1118,6 +1118,8 @@ def _logs(tx: Connection, run: Run, task_id: str | None) -> Iterator[dict[str, A
         if row[6] != "process_execution":
             continue
         result, error = _value(row[19]), _value(row[20])
+        if row[7] == "extension.process" and row[14] == "succeeded":
+            result = _value(row[21])  # its result is whatever the extension answers, not what it has printed
         entry: dict[str, Any] = {
             "taskId": row[2],
             "attempt": row[3],

@@ -571,7 +571,13 @@ class _Delivery:
             return loads(answer.result_json or "null")
         agents = self._agents
         context = EffectContext(
-            request.effect_id, agents.token, agents.clock.monotonic, self._claim.fence.holder, self._store
+            request.effect_id,
+            agents.token,
+            agents.clock.monotonic,
+            self._claim.fence.holder,
+            self._store,
+            self._claim.fence,
+            agents.faults.reach,
         )
         with self._limited(tool["timeoutSeconds"]):
             outcome = plan.execute(context)
@@ -591,7 +597,9 @@ class _Delivery:
             if problem is None:
                 return replace(outcome, usage=usage)
             fault = TaskFault("tool_output", f"the output of {name} does not fit its outputSchema: {problem}")
-            return EffectOutcome("failed", outcome.result, fault.as_json(), usage, outcome.notes)
+            return EffectOutcome(
+                "failed", outcome.result, fault.as_json(), usage, outcome.notes, protocol=outcome.protocol
+            )
         error = dict(outcome.error or {})
         if not tool["retrySafe"]:
             error["retryable"] = False

@@ -293,7 +293,15 @@ class AttemptRunner:
             # Held up for longer than the lease: somebody may think that we are dead, so nothing is sent.
             return Ending(None, EffectEnd(request.effect_id, "requested", dispatch=answer.dispatch), "held_up")
         outcome = plan.execute(
-            EffectContext(request.effect_id, self._token, self._clock.monotonic, claim.fence.holder, self._store)
+            EffectContext(
+                request.effect_id,
+                self._token,
+                self._clock.monotonic,
+                claim.fence.holder,
+                self._store,
+                claim.fence,
+                self._faults.reach,
+            )
         )
         self._faults.reach("after_effect_result")
         return self._keep(claim, plan, self.ended(request, answer, outcome))
@@ -335,12 +343,19 @@ class AttemptRunner:
         Here every outcome passes before it is recorded, and is cleaned of the secrets that this worker knows.
         """
         outcome = cleaned(outcome)
+        ending = self._end_of(request, started, outcome)
+        if ending.effect is None or outcome.protocol is None:
+            return ending
+        return replace(ending, effect=replace(ending.effect, protocol=outcome.protocol))
+
+    def _end_of(self, request: EffectRequest, started: StartedEffect, outcome: EffectOutcome) -> Ending:
         name, dispatch = request.effect_id, started.dispatch
         notes = canonical(outcome.notes) if outcome.notes else None
         result_json: str | None = None
         status, error = outcome.status, outcome.error
         try:
-            if outcome.result is not None:
+            # An extension may answer null.
+            if outcome.result is not None or outcome.status == "succeeded":
                 result_json = canonical(outcome.result)
         except TaskFault as fault:
             status, error = "failed", fault.as_json()

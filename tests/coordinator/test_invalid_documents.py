@@ -223,14 +223,6 @@ def test_spec(load: Callable[[str], Any], code: str, path: str, spec: str) -> No
 
 
 USED_ACTIONS = [
-    ("spec.tasks[0].uses", "{kind: mcp.call}", "mcp.call"),
-    ("spec.tasks[0].uses", "{kind: a2a.delegate}", "a2a.delegate"),
-    (
-        "spec.tasks[0].uses",
-        "{kind: extension.process, command: x, idempotency: pure, inputSchema: {}, outputSchema: {}, "
-        "protocolVersion: agentctl.dev/process-extension/v1}",
-        "extension.process",
-    ),
     (
         "spec.actions.x.isolation",
         "{kind: builtin.shell.exec, command: x, isolation: container, container: {image: 'sha256:" + "a" * 64 + "'}}",
@@ -444,3 +436,59 @@ def test_a_template_in_workflow_variables_gets_a_warning(load: Any) -> None:
         f"{HEAD}  vars: {{v: '${{{{ inputs.a }}}}'}}\n  actions: {{s: {{kind: builtin.assign}}}}\n  tasks: [{{id: a, uses: action:s}}]"
     )
     assert [item.path for item in document.warnings] == ["spec.vars.v"]
+
+
+PEERS = """  policy: {approval: never}
+  mcpServers: {good: {url: 'http://h/mcp'}, far: {url: §URL}, old: {url: 'http://h/mcp', protocolVersion: '2024-11-05'}}
+  a2aPeers: {good: {cardUrl: 'https://h/card'}, old: {cardUrl: 'https://h/card', protocolVersion: '0.3'}}
+  actions: {m: {kind: mcp.call}, a: {kind: a2a.delegate}}
+"""
+
+
+@pytest.mark.parametrize(
+    ("code", "path", "url", "task"),
+    [
+        ("missing_reference", "spec.tasks[0].with.server", "x", "uses: action:m, with: {server: gone, tool: t}"),
+        ("schema_violation", "spec.tasks[0].with.tool", "x", "uses: action:m, with: {server: good}"),
+        ("schema_violation", "spec.tasks[0].with.arguments", "x", "uses: action:m, with: {server: good, tool: t, arguments: [1]}"),
+        ("schema_violation", "spec.tasks[0].with.more", "x", "uses: action:m, with: {server: good, tool: t, more: 1}"),
+        ("schema_violation", "spec.mcpServers.far.url", "ftp://h/", "uses: action:m, with: {server: far, tool: t}"),
+        ("schema_violation", "spec.mcpServers.far.url", "http://u:p@h/", "uses: action:m, with: {server: far, tool: t}"),
+        ("schema_violation", "spec.mcpServers.far.url", "nowhere", "uses: action:m, with: {server: '${{ inputs.s }}', tool: t}"),
+        ("unsupported_capability", "spec.mcpServers.old.protocolVersion", "x", "uses: action:m, with: {server: old, tool: t}"),
+        ("missing_reference", "spec.tasks[0].with.peer", "x", "uses: action:a, with: {peer: gone, messageId: m, message: m}"),
+        ("schema_violation", "spec.tasks[0].with.messageId", "x", "uses: action:a, with: {peer: good, message: m}"),
+        ("unsupported_capability", "spec.a2aPeers.old.protocolVersion", "x", "uses: action:a, with: {peer: old, messageId: m, message: m}"),
+    ],
+)  # fmt: skip
+def test_servers_and_peers_are_checked_where_they_are_asked(
+    build: Any, code: str, path: str, url: str, task: str
+) -> None:
+    head = PEERS.replace("§URL", f"'{url}'") + "  inputs: {s: good}\n"
+    with pytest.raises(DocumentError) as caught:
+        build(head + f"  tasks: [{{id: t, {task}}}]")
+    assert (code, path) in {(found.code, found.path) for found in caught.value.diagnostics}
+
+
+def test_an_action_carries_the_servers_that_it_may_ask(build: Any) -> None:
+    head = PEERS.replace("§URL", "'http://far/mcp'") + "  inputs: {s: good}\n"
+    head = head.replace(", protocolVersion: '2024-11-05'", "")
+    plan = build(head + "  tasks: [{id: t, uses: action:m, with: {server: good, tool: t}}]")
+    assert list(plan.actions["m"]["peers"]) == ["good"]
+    plan = build(head + "  tasks: [{id: t, uses: action:m, with: {server: '${{ inputs.s }}', tool: t}}]")
+    assert list(plan.actions["m"]["peers"]) == ["far", "good", "old"]
+
+
+def test_the_literal_input_of_an_extension_is_checked(build: Any) -> None:
+    action = (
+        "  policy: {approval: never}\n  actions: {x: {kind: extension.process, command: x, idempotency: pure, outputSchema: {}, "
+        "protocolVersion: agentctl.dev/process-extension/v1, "
+        "inputSchema: {type: object, properties: {n: {type: integer}}, required: [n]}}}\n  inputs: {n: 1}\n"
+    )
+    build(action + "  tasks: [{id: t, uses: action:x, with: {n: 5}}]")
+    build(action + "  tasks: [{id: t, uses: action:x, with: {n: '${{ inputs.n }}'}}]")
+    for given in ("{n: x}", "{}"):
+        with pytest.raises(DocumentError) as caught:
+            build(action + f"  tasks: [{{id: t, uses: action:x, with: {given}}}]")
+        (found,) = caught.value.diagnostics
+        assert found.code == "schema_violation"

@@ -41,6 +41,8 @@ RESCUE_POINTS = ("before_rescue", "after_rescue")
 DECISION_POINTS = ("before_decision", "after_decision")
 """Those of approvals have a matrix of their own."""
 COLLECTOR_POINTS = ("after_quarantine", "after_collection")
+REMOTE_POINTS = ("after_call_prepared", "after_call_answered", "after_call_stored")
+"""Those of calls of other machines are in `test_remote`."""
 ACTIONS = ("kill", "parent", "stop")
 REPEATABLE = ("pure", "idempotent", "keyed")
 CLASSES = (*REPEATABLE, "at_most_once", "unknown")
@@ -238,8 +240,8 @@ def selection(cases: list[Case], each: int, first: int = 0) -> list[Any]:
 
 
 def test_the_matrix_has_every_point() -> None:
-    named = {*WORKER_POINTS, *DRIVER_POINTS, *RESCUE_POINTS, *DECISION_POINTS, *COLLECTOR_POINTS, "after_create_run"}
-    assert named == set(POINTS)
+    named = {*WORKER_POINTS, *DRIVER_POINTS, *RESCUE_POINTS, *DECISION_POINTS, *COLLECTOR_POINTS, *REMOTE_POINTS}
+    assert named | {"after_create_run"} == set(POINTS)
 
 
 # -- workers -----------------------------------------------------------------------------------------------------------

@@ -6,11 +6,16 @@ import gzip
 import hashlib
 import json
 import shutil
+import socket
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
+from support.children import wait_until
 from support.field import Field
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "ops" / "examples"
@@ -399,6 +404,65 @@ def _triage(field: Field, run: Callable[..., Any]) -> None:
     assert (checked.code, checked.err) == (0, "")
 
 
+@contextmanager
+def _peer(field: Field, script: str, file: str, port: int) -> Iterator[None]:
+    """A peer of the examples on a free port, which takes the place of `port` in the copied file."""
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        free = probe.getsockname()[1]
+    path = field.folder / file
+    path.write_text(path.read_text().replace(f":{port}/", f":{free}/"))
+    process = subprocess.Popen([sys.executable, str(field.folder / "peers" / script), str(free)])
+    try:
+        wait_until(lambda: _answers(free) or process.poll() is not None, f"{script} answers")
+        yield
+    finally:
+        process.kill()
+        process.wait()
+
+
+def _answers(port: int) -> bool:
+    try:
+        socket.create_connection(("127.0.0.1", port), timeout=1).close()
+    except OSError:
+        return False
+    return True
+
+
+def _mcp(field: Field, run: Callable[..., Any]) -> None:
+    with _peer(field, "mcp_peer.py", "mcp.yaml", 8765):
+        assert run() == {"sentence": "5 words"}
+        assert run("--input", "text=four words are here") == {"sentence": "4 words"}
+    failed = field.json("run", "mcp.yaml")
+    assert failed.code == 4
+    assert field.json("inspect", "@latest").data["effects"][0]["status"] == "failed"
+
+
+def _operational(field: Field, run: Callable[..., Any]) -> None:
+    name = "operational-workflow.yaml"
+    with _peer(field, "mcp_peer.py", name, 8765):
+        assert run() == {"words": 6, "rounds": 2}
+        failed = field.json("run", name, "--input", "mode=failure")
+        assert failed.code == 4
+        tasks = {task["taskId"]: task["state"] for task in field.json("inspect", "@latest").data["tasks"]}
+        assert (tasks["refuse"], tasks["wait"], tasks["done"]) == ("failed", "cancelled", "cancelled")
+        cancelled = field.json("run", name, "--input", "mode=cancel", "--timeout-seconds", "3")
+        assert (cancelled.code, cancelled.data["state"]) == (130, "cancelled")
+
+
+def _a2a(field: Field, run: Callable[..., Any]) -> None:
+    with _peer(field, "a2a_peer.py", "a2a.yaml", 8766):
+        [answer] = run("--input", "message=say it loud")["answer"]
+        assert answer["parts"] == [{"text": "SAY IT LOUD"}]
+
+
+def _extension(field: Field, run: Callable[..., Any]) -> None:
+    assert run() == {"mean": 2.8, "median": 3}
+    assert run("--input", "numbers=[1,2,3,4]") == {"mean": 2.5, "median": 2.5}
+    refused = field.json("run", "extension.yaml", "--input", "numbers=[]")
+    assert refused.code == 4
+    assert field.json("inspect", "@latest").data["effects"] == []
+
+
 PROMISES: dict[str, Callable[[Field, Callable[..., Any]], None]] = {
     "hello.yaml": _hello,
     "dataflow.yaml": _dataflow,
@@ -428,6 +492,10 @@ PROMISES: dict[str, Callable[[Field, Callable[..., Any]], None]] = {
     "structured-handoff.yaml": _structured_handoff,
     "resource-budget.yaml": _resource_budget,
     "triage.yaml": _triage,
+    "mcp.yaml": _mcp,
+    "a2a.yaml": _a2a,
+    "operational-workflow.yaml": _operational,
+    "extension.yaml": _extension,
 }
 REFUSED = {"capability-failure.yaml": ("unsupported_capability", "spec.agents.thinker.reasoning")}
 """Examples of what is found before anything runs."""

@@ -27,6 +27,8 @@ TABLES = [
     "approvals",
     "effect_reconciliations",
     "tool_calls",
+    "protocol_sessions",
+    "protocol_calls",
     "provider_sessions",
     "stream_events",
     "artifact_blobs",

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, Final, Literal, Protocol, TypeAlias
 
 from agentctl.store.errors import TaskFault
 from agentctl.store.policy import Policy
-from agentctl.store.records import MemoryWrite, record
+from agentctl.store.records import Fence, MemoryWrite, ProtocolNote, record
 
 if TYPE_CHECKING:
     from agentctl.store.engine import Store
@@ -73,13 +73,21 @@ class Work:
 @dataclass(slots=True)
 class EffectContext:
     """What a dispatch knows: the effect's id, its cancel token, the clock that its limits are measured by, the
-    worker (process id of the store) that dispatches, and the database, for effects that look at it."""
+    worker (process id of the store) that dispatches, and the database, for effects that look at it. With `fence` an
+    effect may tell about itself while it runs; `reach` is for crash points (see `store.faults`)."""
 
     effect_id: str
     token: CancelToken
     monotonic: Callable[[], float]
     holder: str = ""
     store: Store | None = None
+    fence: Fence | None = None
+    reach: Callable[[str], None] = lambda point: None
+
+    def tell(self, note: ProtocolNote) -> None:
+        """Make it durable what is known of the remote side by now. Raises `LeaseLost`: then nothing more is sent."""
+        if self.store is not None and self.fence is not None:
+            self.store.tell_protocol(self.fence, self.effect_id, note)
 
 
 @record
@@ -94,14 +102,16 @@ class EffectOutcome:
     `result`, too: what it printed so far, for `logs`; it is never a task's output. `usage` is in budget
     units. `notes` are findings for people (processes that were left behind and had to be ended, say).
     `memory` is a write to long-term memory that comes true with the confirmation of the effect, never without.
+    `protocol` is what is known of the remote side at the end.
     """
 
     status: Status
-    result: dict[str, Any] | None = None
+    result: Any = None
     error: dict[str, Any] | None = None
     usage: dict[str, int] = field(default_factory=dict)
     notes: dict[str, Any] = field(default_factory=dict)
     memory: MemoryWrite | None = None
+    protocol: ProtocolNote | None = None
 
     @classmethod
     def not_dispatched(cls, fault: TaskFault) -> EffectOutcome:
@@ -185,6 +195,9 @@ _BUILTIN: Final[dict[str, tuple[str, str]]] = {
     "builtin.long_term_memory.write": ("long_term", "prepare_write"),
     "builtin.long_term_memory.promote": ("long_term", "prepare_promote"),
     "builtin.shell.exec": ("shell", "prepare_shell"),
+    "extension.process": ("extension", "prepare_extension"),
+    "mcp.call": ("mcp", "prepare_mcp"),
+    "a2a.delegate": ("a2a", "prepare_a2a"),
 }
 _preparers: dict[str, Preparer] = {}
 

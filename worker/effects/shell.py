@@ -85,11 +85,11 @@ def prepare_shell(work: Work) -> EffectPlan:
             f"the program {name!r} is not in policy.processAllowlist",
             details={"command": command},
         )
-    arguments = _arguments(given["args"] if given.get("args") is not None else action.get("args") or [])
+    arguments = arguments_of(given["args"] if given.get("args") is not None else action.get("args") or [])
     workspace = workspace_of(work)
-    folder, cwd = _working_folder(given.get("cwd") or action.get("cwd"), workspace)
+    folder, cwd = working_folder(given.get("cwd") or action.get("cwd"), workspace)
     stdin = _stdin(given.get("stdin"))
-    environment, recorded, secrets = _environment(work, workspace)
+    environment, recorded, secrets = environment_of(work, workspace)
     limits = {
         "stdoutLimitBytes": action.get("stdoutLimitBytes") or DEFAULT_STREAM_LIMIT,
         "stderrLimitBytes": action.get("stderrLimitBytes") or DEFAULT_STREAM_LIMIT,
@@ -162,7 +162,7 @@ def _scalar(value: Any, name: str) -> str:
     raise TaskFault("invalid_input", f"{name!r} must be a text, a number or a boolean")
 
 
-def _arguments(value: Any) -> list[str]:
+def arguments_of(value: Any) -> list[str]:
     if not isinstance(value, list):
         raise TaskFault("invalid_input", "'args' must be a list")
     return [_scalar(item, f"args[{index}]") for index, item in enumerate(value)]
@@ -198,7 +198,7 @@ def _stdin(value: Any) -> bytes | None:
         raise TaskFault("invalid_input", "'stdin' contains a lone surrogate, which UTF-8 cannot carry") from error
 
 
-def _working_folder(value: Any, workspace: str) -> tuple[str, str]:
+def working_folder(value: Any, workspace: str) -> tuple[str, str]:
     """(as declared, resolved): a folder inside the workspace, by default the workspace itself."""
     if value is None:
         return ".", workspace
@@ -213,7 +213,7 @@ def _working_folder(value: Any, workspace: str) -> tuple[str, str]:
     return folder, resolved
 
 
-def _environment(work: Work, workspace: str) -> tuple[dict[bytes, bytes], dict[str, Any], list[bytes]]:
+def environment_of(work: Work, workspace: str) -> tuple[dict[bytes, bytes], dict[str, Any], list[bytes]]:
     """(variables of the process, what is recorded of them, secret values). Only allowlisted names (contract
     11.2)."""
     variables = {b"PATH": CHILD_PATH.encode()}
@@ -293,10 +293,10 @@ def _execute(launch: _Launch, context: EffectContext) -> EffectOutcome:
     except TaskFault as fault:
         return EffectOutcome.not_dispatched(fault)
     usage = {"processOutputBytes": len(result.stdout) + len(result.stderr)}
-    return _outcome(launch, result, usage, _notes(result))
+    return _outcome(launch, result, usage, notes_of(result))
 
 
-def _notes(result: ProcessResult) -> dict[str, Any]:
+def notes_of(result: ProcessResult) -> dict[str, Any]:
     notes: dict[str, Any] = {}
     if result.strays:
         notes["strays"] = [stray.as_json() for stray in result.strays]
@@ -326,7 +326,7 @@ def _outcome(launch: _Launch, result: ProcessResult, usage: dict[str, int], note
             fault = TaskFault(
                 "output_not_json",
                 f"stdout of {launch.command!r} is not JSON: {error.message}",
-                details={"stdoutTail": _tail(output["stdout"])},
+                details={"stdoutTail": tail_of(output["stdout"])},
             )
             return EffectOutcome("failed", output, fault.as_json(), usage, notes)
     return EffectOutcome("succeeded", output, None, usage, notes)
@@ -350,20 +350,20 @@ def _interruption(launch: _Launch, result: ProcessResult) -> TaskFault | None:
             "process_timeout",
             f"{launch.command!r} was ended after {launch.timeout_seconds:g} s",
             retryable=True,  # asked only when the action may be repeated (contract row 9)
-            details={"timeoutSeconds": launch.timeout_seconds, **_ended_by(result)},
+            details={"timeoutSeconds": launch.timeout_seconds, **ended_by(result)},
         )
     if result.ending is Ending.CANCELLED:
         return TaskFault(
             "process_cancelled",
             f"{launch.command!r} was ended: {result.reason}",
-            details={"reason": result.reason, **_ended_by(result)},
+            details={"reason": result.reason, **ended_by(result)},
         )
     if result.exit_code is None and result.signal is None:
         return TaskFault("process_status_lost", f"the exit status of {launch.command!r} was lost", retryable=True)
     return None
 
 
-def _ended_by(result: ProcessResult) -> dict[str, Any]:
+def ended_by(result: ProcessResult) -> dict[str, Any]:
     return {"exitCode": result.exit_code, "signal": _signal_name(result.signal)}
 
 
@@ -379,17 +379,17 @@ def _signal_name(number: int | None) -> str | None:
 def _bad_exit(launch: _Launch, result: ProcessResult, output: Mapping[str, Any]) -> TaskFault:
     name = _signal_name(result.signal)
     how = f"was ended by {name}" if name else f"exited with {result.exit_code}"
-    tail = _tail(output["stderr"])
+    tail = tail_of(output["stderr"])
     last = tail.strip().rsplit("\n", 1)[-1][:200]
     return TaskFault(
         "process_exit",
         f"{launch.command!r} {how}" + (f": {last}" if last else ""),
         retryable=True,
-        details={**_ended_by(result), "stderrTail": tail},
+        details={**ended_by(result), "stderrTail": tail},
     )
 
 
-def _tail(text: str) -> str:
+def tail_of(text: str) -> str:
     return text[-TAIL_BYTES:]
 
 

@@ -1,0 +1,88 @@
+"""What is known of extensions, MCP servers and A2A peers before anything runs (contract 1.5, 1.9, 12.5, 12.6). Pure.
+
+A worker gets the definition of a server or peer inside the action that calls it, so the action alone says where a call
+goes, and a changed address is a changed action.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from typing import TYPE_CHECKING, Any, Final
+from urllib.parse import urlsplit
+
+from .diagnostics import Path
+from .expressions import has_template
+
+if TYPE_CHECKING:
+    from .definition import Spec
+
+MCP_VERSIONS: Final = ("2025-03-26", "2025-06-18", "2025-11-25")
+"""Revisions of MCP that have Streamable HTTP and sessions."""
+
+A2A_VERSIONS: Final = ("1.0",)
+
+_PLACES: Final = {"mcp.call": ("server", "mcpServers", "url"), "a2a.delegate": ("peer", "a2aPeers", "cardUrl")}
+"""Kind to: input field that names it, place in `spec`, field with the address."""
+
+_OPEN_PORTS: Final = {"http": 80, "https": 443}
+
+
+def asked_by(kind: str | None) -> tuple[str, str] | None:
+    """(field of the input that names a server or peer, its place in `spec`) of an action kind, or None."""
+    found = _PLACES.get(kind or "")
+    return None if found is None else (found[0], found[1])
+
+
+def call_problems(kind: str, given: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+    """(field, message) of what is wrong with the literal part of an input."""
+    value = given.get("arguments")
+    if kind == "mcp.call" and value is not None and not isinstance(value, dict) and not has_template(value):
+        yield "arguments", "arguments must be a mapping"
+
+
+def peer_problems(spec: Spec, kind: str, name: str) -> Iterator[tuple[str, Path, str, str | None]]:
+    """(code, path, message, help) of what is wrong with a server or peer that a task may ask."""
+    _, place, field = _PLACES[kind]
+    known: tuple[str, ...]
+    if kind == "mcp.call":
+        server = spec.mcp_servers[name]
+        url, version, known = server.url, server.protocol_version, MCP_VERSIONS
+    else:
+        peer = spec.a2a_peers[name]
+        url, version, known = peer.card_url, peer.protocol_version, A2A_VERSIONS
+    path: Path = ("spec", place, name)
+    problem = _url_problem(url)
+    if problem is not None:
+        yield "schema_violation", (*path, field), problem, "for example https://tools.example.org/mcp"
+    if version not in known:
+        message = f"protocol version {version!r} is not supported by this version"
+        yield "unsupported_capability", (*path, "protocolVersion"), message, "one of " + ", ".join(known)
+
+
+def _url_problem(url: str) -> str | None:
+    try:
+        parts = urlsplit(url)
+        port = parts.port
+    except ValueError as error:
+        return f"not a URL: {error}"
+    if parts.scheme not in _OPEN_PORTS or not parts.hostname:
+        return "not an absolute http or https URL"
+    if parts.username is not None or parts.password is not None:
+        return "a URL may not hold a user name or a password; use headers with secret references"
+    if parts.fragment or port == 0 or any(ord(letter) <= 32 or ord(letter) == 127 for letter in url):
+        return "not a URL to ask: it has a fragment, a port of 0, a space or a control character"
+    return None
+
+
+def with_peers(
+    action: Mapping[str, Any], spec: Mapping[str, Any], names: Iterable[str] | None = None
+) -> dict[str, Any]:
+    """The definition of an action as a worker gets it: with those servers or peers that it may ask, None for all.
+
+    `action` and `spec` are in the form of a document with all defaults.
+    """
+    asked = asked_by(action["kind"])
+    if asked is None:
+        return dict(action)
+    declared = spec[asked[1]]
+    return {**action, "peers": {name: declared[name] for name in sorted(declared if names is None else names)}}
