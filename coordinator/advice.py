@@ -27,10 +27,11 @@ def certain_denials(document: LoadedDocument, plan: Plan) -> list[Diagnostic]:
     seen: set[tuple[str, str]] = set()
     for task in plan.tasks.values():
         declared = task.expansion.parent if task.expansion is not None else task.id
-        if task.uses_kind != "action" or (declared, task.uses_name) in seen:
+        if task.uses_kind not in ("action", "agent") or (declared, task.uses_name) in seen:
             continue
         seen.add((declared, task.uses_name))
-        for base, below, message, hint in _denials(policy, plan, task):
+        denials = _agent_denials if task.uses_kind == "agent" else _denials
+        for base, below, message, hint in denials(policy, plan, task):
             if not base and not places:
                 places = places_of_tasks(document)
             place = (*(base or places[declared]), *below)
@@ -69,6 +70,25 @@ def never_called(document: LoadedDocument) -> list[Diagnostic]:
         for name in spec.subworkflows
         if name not in reached
     ]
+
+
+def _agent_denials(policy: Policy, plan: Plan, task: CompiledTask) -> Iterator[tuple[Path, Path, str, str]]:
+    """The same for a task of an agent: its provider, and tools that can never be called."""
+    agent, place = plan.agents[task.uses_name], ("spec", "agents", task.uses_name)
+    provider = agent["provider"]
+    if policy.providers and provider not in policy.providers:
+        message = f"the provider {provider!r} will be denied: it is not in policy.providers"
+        yield place, ("provider",), message, f"providers: [{provider}]"
+    for index, name in enumerate(agent["tools"]):
+        tool = plan.tools[name]
+        names = {tool["capability"], name, f"tool.{name}"}
+        if names & policy.tools_deny or (policy.tools_allow and not names & policy.tools_allow):
+            hint = f"allow {tool['capability']} under policy, or leave the tool out"
+            yield place, ("tools", index), f"calls of the tool {name!r} will be denied by the policy", hint
+        elif tool["kind"] == "builtin.workspace.write" and not policy.writable_roots:
+            message = f"calls of the tool {name!r} will be denied: policy.writableRoots is empty"
+            hint = "name the folders that may be written: writableRoots: [build]"
+            yield place, ("tools", index), message, hint
 
 
 def _denials(policy: Policy, plan: Plan, task: CompiledTask) -> Iterator[tuple[Path, Path, str, str]]:

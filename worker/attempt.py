@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import os
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, TypeAlias
 
@@ -89,6 +89,31 @@ class RunSettings:
     check: bool
     long_term: dict[str, Any] | None
     models: dict[str, Any] | None
+
+
+def work_of(
+    settings: RunSettings,
+    task_id: str,
+    name: str,
+    action: Mapping[str, Any],
+    given: dict[str, Any],
+    timeout_seconds: float,
+) -> Work:
+    """What every action of a run gets, whether a task uses it or a model calls it: all that the run has recorded."""
+    return Work(
+        task_id=task_id,
+        action_name=name,
+        kind=action["kind"],
+        action=action,
+        input=given,
+        memory={},
+        timeout_seconds=timeout_seconds,
+        base_path=settings.base_path,
+        policy=settings.policy,
+        show_diff=settings.show_diff,
+        workspace=settings.workspace,
+        long_term=settings.long_term,
+    )
 
 
 class AttemptRunner:
@@ -211,22 +236,10 @@ class AttemptRunner:
         action = settings.actions[content["action"]]
         if settings.check and action.get("env"):
             action = run_secrets.without_secrets(action, settings.policy, settings.workspace)
-        return Work(
-            task_id=attempt.task_id,
-            action_name=content["action"],
-            kind=action["kind"],
-            action=action,
-            input=content["input"],
-            memory=content.get("memory", {}),
-            timeout_seconds=attempt.timeout_ms / 1000,
-            base_path=settings.base_path,
-            policy=settings.policy,
-            show_diff=settings.show_diff,
-            recorded=recorded,
-            foreseen=content.get("foreseen"),
-            workspace=settings.workspace,
-            long_term=settings.long_term,
+        work = work_of(
+            settings, attempt.task_id, content["action"], action, content["input"], attempt.timeout_ms / 1000
         )
+        return replace(work, memory=content.get("memory", {}), recorded=recorded, foreseen=content.get("foreseen"))
 
     def settings(self, run_id: str) -> RunSettings:
         """What the run has recorded for its workers."""

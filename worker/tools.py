@@ -11,18 +11,16 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from hashlib import sha256
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
 from agentctl.store.canonical import canonical
 from agentctl.store.errors import TaskFault
 from agentctl.store.policy import Policy
 from agentctl.store.records import record
 
+from .attempt import RunSettings, work_of
 from .effects import Done, EffectContext, EffectOutcome, EffectPlan, Work, prepare
 from .providers import ToolSpec
-
-if TYPE_CHECKING:
-    from .attempt import RunSettings
 
 _RISKS: Final = ("low", "medium", "high", "critical")
 _FILES: Final = {"builtin.workspace.read": "builtin.read", "builtin.workspace.write": "builtin.write"}
@@ -118,13 +116,13 @@ def tool_plan(step: ToolStep) -> EffectPlan:
             estimate={},
             execute=partial(_echo, step.given),
         )
-    action: Mapping[str, Any] = {}
-    kind, given = _FILES.get(tool["kind"]), step.given
-    if kind is None:
+    if tool["kind"] in _FILES:
+        action: Mapping[str, Any] = {"kind": _FILES[tool["kind"]], "with": {}}
+    else:
         action = step.settings.actions[tool["action"]]
-        kind, given = action["kind"], {**action["with"], **step.given}
-    plan = prepare(_work(step, str(kind), action, given))
+    plan = prepare(_work(step, action))
     if isinstance(plan, Done):
+        kind = action["kind"]
         raise TaskFault("unsupported_capability", f"an action of kind {kind} cannot be a tool: it has no effect")
     risk = max(plan.risk, tool["risk"], key=_RISKS.index)
     execute = plan.execute
@@ -135,26 +133,13 @@ def tool_plan(step: ToolStep) -> EffectPlan:
     return replace(plan, risk=risk, execute=execute)
 
 
-def _work(step: ToolStep, kind: str, action: Mapping[str, Any], given: dict[str, Any]) -> Work:
-    settings = step.settings
-    # Not what is left of the task: the limit may stand in the recorded effect, and has to be the same another time.
+def _work(step: ToolStep, action: Mapping[str, Any]) -> Work:
+    # Not what is left of the task: the limit may stand in what is recorded, and has to be the same another time.
     seconds = float(min(step.tool["timeoutSeconds"], action.get("timeoutSeconds") or step.tool["timeoutSeconds"]))
-    return Work(
-        task_id=step.task_id,
-        action_name=str(step.tool.get("action") or step.name),
-        kind=kind,
-        action=action,
-        input=given,
-        memory={},
-        timeout_seconds=seconds,
-        base_path=settings.base_path,
-        policy=settings.policy,
-        show_diff=settings.show_diff,
-        recorded=step.expected,
-        force_effect=True,
-        workspace=settings.workspace,
-        long_term=settings.long_term,
-    )
+    name, given = str(step.tool.get("action") or step.name), {**action["with"], **step.given}
+    work = work_of(step.settings, step.task_id, name, action, given, seconds)
+    # Always an effect, so that the steps have the same ordinals whatever the files are like when somebody takes over.
+    return replace(work, recorded=step.expected, force_effect=True)
 
 
 def _echo(given: dict[str, Any], context: EffectContext) -> EffectOutcome:

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from agentctl.coordinator.advice import certain_denials
 from agentctl.coordinator.compiler import compile_workflow
 from agentctl.coordinator.definition import document_from_source
 from agentctl.coordinator.diagnostics import DocumentError
@@ -257,3 +258,17 @@ def test_other_things_that_are_refused() -> None:
     value = document([ASK], script=None)
     value["spec"]["providers"]["model"] = {"kind": "openai", "script": "x"}
     assert findings(value) == [("schema_violation", "spec.providers.model.script")]
+
+
+def test_what_the_policy_is_certain_to_deny_is_told_before_a_run() -> None:
+    tools = {"read": READ, "write": WRITE, "echo": ECHO}
+    policy = {"providers": ["other"], "toolsDeny": ["filesystem.read"], "toolsAllow": ["echo", "filesystem.write"]}
+    value = document([ASK], tools=tools, policy=policy)
+    source = parse_document(json.dumps(value).encode(), "flow.yaml")
+    loaded = capture(document_from_source(source, base_dir=Path("/base")))
+    found = [(item.code, item.path) for item in certain_denials(loaded, compile_workflow(loaded, inputs={}))]
+    assert found == [
+        ("policy_denied", "spec.agents.helper.provider"),
+        ("policy_denied", "spec.agents.helper.tools[0]"),
+        ("policy_denied", "spec.agents.helper.tools[1]"),
+    ]
