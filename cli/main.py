@@ -200,6 +200,8 @@ _VERBS: dict[str, tuple[str, str, str]] = {
     "run": ("run", "run", "Run a workflow file here and wait for its end."),
     "submit": ("run", "submit", "Hand a workflow file to the pool and return."),
     "resume": ("run", "resume", "Go on with a run and wait for its end."),
+    "replay": ("replay", "replay", "Make a run of what another has recorded; nothing is executed."),
+    "compensate": ("compensate", "compensate", "Undo what a run has done, as its tasks declare."),
     "cancel": ("run", "cancel", "Cancel a run; its commands are ended."),
     "pause": ("run", "pause", "Pause a run; what runs finishes."),
     "wait": ("run", "wait", "Wait for the end of a run."),

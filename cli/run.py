@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn, TypeAlias
 
 import click
-from agentctl.store.errors import AlreadyTerminal, PolicyError, UsageError
+from agentctl.store.errors import AgentctlError, AlreadyTerminal, PolicyError, UsageError
 from agentctl.store.states import RUN_FINAL
 
 from .documents import Sources, compile_file, source_options
@@ -95,12 +95,12 @@ def _submission_options(function: Callable[..., Any]) -> Callable[..., Any]:
     return function
 
 
-_workers_option = click.option(
+workers_option = click.option(
     "--workers", type=click.IntRange(1, 1024), metavar="N", help="Size of the run's own pool, if none is live."
 )
 
 
-_timeout_option = click.option(
+timeout_option = click.option(
     "--timeout-seconds",
     "timeout",
     type=Seconds(min=0, min_open=True),
@@ -182,8 +182,8 @@ def _submit(
 
 @click.command(cls=Verb)
 @_submission_options
-@_workers_option
-@_timeout_option
+@workers_option
+@timeout_option
 @click.option("--check", is_flag=True, help="Change nothing: read, compute, and foresee what would be done.")
 @click.option("--diff", is_flag=True, help="Record a diff of each write; with --check also show it.")
 @click.option("--interactive", is_flag=True, help="A person is here: `nonInteractive` of the policy does not apply.")
@@ -215,7 +215,7 @@ def run(
     from . import pool  # noqa: F401  # its import takes a while, and nothing may interrupt what follows for long
 
     prepared = _prepare(settings, file, sources, workspace, idempotency_key)
-    with _signals_held():
+    with signals_held():
         submission, store = _submit(
             settings,
             prepared,
@@ -228,14 +228,14 @@ def run(
     with closing(store):
         plan = prepared[1] if submission.created else None
         word = "started" if submission.created else "is the run of this key"
-        context.exit(_foreground(settings, store, submission.run_id, word, workers=workers, plan=plan, timeout=timeout))
+        context.exit(foreground(settings, store, submission.run_id, word, workers=workers, plan=plan, timeout=timeout))
 
 
 @contextmanager
-def _signals_held() -> Iterator[None]:
+def signals_held() -> Iterator[None]:
     """From here on SIGINT and SIGTERM wait: a run that exists must not be left to nobody.
 
-    They go on waiting after the block, until `_foreground` can obey them; they are let in again when it raises.
+    They go on waiting after the block, until `foreground` can obey them; they are let in again when it raises.
     """
     import signal
 
@@ -319,8 +319,8 @@ def _warn_undriven(settings: Settings, store: Store, remedy: str = "`agentctl wo
 
 @click.command(cls=Verb)
 @click.argument("run_name", metavar="RUN")
-@_workers_option
-@_timeout_option
+@workers_option
+@timeout_option
 @pass_settings
 @click.pass_context
 def resume(
@@ -336,6 +336,7 @@ def resume(
         run_id = views.find_run(run_name)
         state = views.state(run_id)
         if state in RUN_FINAL:
+            _compensate_failed(settings, store, run_id, workers)
             raise AlreadyTerminal(
                 f"{run_id} has ended already: {state}",
                 remedy=f"`agentctl inspect {run_id}` shows what happened",
@@ -344,7 +345,7 @@ def resume(
         if json.loads(store.run_settings(run_id)[0]).get("keepsArtifacts"):
             store.artifacts.blobs.require_writable()
         store.withdraw_pause(run_id, actor=ACTOR)
-        context.exit(_foreground(settings, store, run_id, "resumed", resume=True, workers=workers, timeout=timeout))
+        context.exit(foreground(settings, store, run_id, "resumed", resume=True, workers=workers, timeout=timeout))
 
 
 # -- follow ------------------------------------------------------------------------------------------------------
@@ -420,7 +421,7 @@ class _Follower:
             self.lose(error)
 
 
-def _foreground(
+def foreground(
     settings: Settings,
     store: Store,
     run_id: str,
@@ -430,7 +431,9 @@ def _foreground(
     workers: int | None,
     plan: Plan | None = None,
     timeout: float | None = None,
+    tell: Callable[[Printer, Store, str], int] | None = None,
 ) -> int:
+    """Drive or follow a run until it is no longer `running`, and `tell` its outcome; the exit code."""
     import signal
 
     from .pool import cancel_run, run_in_foreground
@@ -458,6 +461,7 @@ def _foreground(
             plan=plan,
             timeout=timeout,
         )
+        _compensate_failed(settings, store, run_id, workers)
     except KeyboardInterrupt:
         # The signal came before the foreground obeyed signals. A run that was only to be resumed stays as it was.
         if resume:
@@ -467,10 +471,36 @@ def _foreground(
         if follower is not None:
             follower.close()
     try:
-        return _print_outcome(printer, store, run_id)
+        return (tell or _print_outcome)(printer, store, run_id)
     except OSError as error:
         give_up_stdout(settings, error)
         return EXIT_BY_STATE[views_of(store).state(run_id)]
+
+
+def _compensate_failed(settings: Settings, store: Store, run_id: str, workers: int | None) -> None:
+    """Carry out the automatic compensation of a run that has failed, if it declares one (contract 5.7).
+
+    The command tells of the failed run; a compensation that cannot be started is still due, and said to be.
+    """
+    from agentctl.store.compensations import Compensations
+
+    if store.get_run(run_id).state != "failed":
+        return
+    compensations = Compensations(store.database, store.clock)
+    if compensations.is_due(run_id):
+        from agentctl.coordinator.compensation import start_what_is_due
+        from agentctl.store.clock import SystemIds
+        from agentctl.store.faults import Faults
+
+        try:
+            start_what_is_due(store, SystemIds(store.clock), Faults.from_environment(), run_id, actor=ACTOR)
+        except AgentctlError as error:
+            warn(settings, f"the compensation of {run_id} could not be started: {error.message}")
+    started = compensations.started_by(run_id)
+    if started is not None and store.get_run(started).ended_at is None:
+        from .pool import run_in_foreground
+
+        run_in_foreground(settings.database, started, resume=False, workers=workers, on_change=None)
 
 
 def _follow(settings: Settings, run_name: str, *, show: bool, timeout: float | None) -> int:
@@ -606,6 +636,8 @@ def _print_outcome(printer: Printer, store: Store, run_id: str) -> int:
     """RunOutcome on stdout, for every state (contract, after the new verbs). Returns the exit code."""
     views = views_of(store)
     outcome = views.outcome(run_id)
+    if outcome["state"] == "failed" and (undone := _automatic_compensation(store, run_id)) is not None:
+        outcome["compensation"] = undone
     if store.get_run(run_id).mode == "check":
         from .foreseen import print_foreseen
 
@@ -613,6 +645,16 @@ def _print_outcome(printer: Printer, store: Store, run_id: str) -> int:
         return EXIT_BY_STATE[str(outcome["state"])]
     printer.result("RunOutcome", outcome, lambda out: _outcome_for_people(out, views, outcome))
     return EXIT_BY_STATE[str(outcome["state"])]
+
+
+def _automatic_compensation(store: Store, run_id: str) -> dict[str, Any] | None:
+    from agentctl.store.compensations import Compensations
+
+    started = Compensations(store.database, store.clock).started_by(run_id)
+    if started is None:
+        return None
+    run = store.get_run(started)
+    return {"runId": run.run_id, "state": run.state, "reason": run.reason}
 
 
 def _outcome_for_people(out: Printer, views: Views, outcome: dict[str, Any]) -> None:
@@ -642,6 +684,10 @@ def _outcome_for_people(out: Printer, views: Views, outcome: dict[str, Any]) -> 
             )
         if status["uncertainEffectCount"] > SHOWN_FAILURES:
             out.line(f"    and {status['uncertainEffectCount'] - SHOWN_FAILURES} more")
+    if "compensation" in outcome:
+        undone = outcome["compensation"]
+        why = f" ({undone['reason']})" if undone["reason"] else ""
+        out.line(f"  compensated by {undone['runId']}: {out.state(undone['state'])}{why}")
     if outcome["output"] is not None:
         text = json.dumps(outcome["output"], ensure_ascii=False, indent=2)
         if len(text) > SHOWN_OUTPUT:

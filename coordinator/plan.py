@@ -27,6 +27,10 @@ MEMORY_WRITERS = frozenset({"builtin.memory.write", "builtin.long_term_memory.pr
 """Action kinds whose output is a change of working memory (contract 3)."""
 
 
+BY_HAND = {"onFailure": "manual", "approval": "policy"}
+"""`spec.compensation` of a document that says nothing (contract 1.3)."""
+
+
 @dataclass(frozen=True, slots=True)
 class RetryPolicy:
     """How failed attempts are followed by others (contract table, row 9). Times are in milliseconds."""
@@ -93,6 +97,8 @@ class CompiledTask:
       has chosen the destination, which is the task itself or what it was expanded from.
     * `route`: of a router, its `cases` and `default`; what it selects by is `input["select"]`.
     * `loop`: of a loop aggregate, its `while` and `maxIterations`, and of the last decision the `vars` and `dataVars`.
+    * `compensate`: the declared inverse: `uses` (name of an action), `actionKind`, `input`, `retry`, `timeoutSeconds`.
+      Its templates are rendered when a compensation of the run is planned.
     """
 
     id: str
@@ -117,6 +123,7 @@ class CompiledTask:
     route_guards: tuple[tuple[str, str], ...] = ()
     route: dict[str, Any] | None = None
     loop: dict[str, Any] | None = None
+    compensate: dict[str, Any] | None = None
 
     def to_json(self) -> dict[str, Any]:
         """The form of contract 2.11 with this project's fields. Values are shared, not copied."""
@@ -153,6 +160,8 @@ class CompiledTask:
             data["route"] = self.route
         if self.loop is not None:
             data["loop"] = self.loop
+        if self.compensate is not None:
+            data["compensate"] = self.compensate
         return data
 
     @staticmethod
@@ -189,6 +198,7 @@ class CompiledTask:
             tuple((item["router"], item.get("destination", data["id"])) for item in data.get("routeGuards", ())),
             data.get("route"),
             data.get("loop"),
+            data.get("compensate"),
         )
 
 
@@ -199,7 +209,8 @@ class Plan:
     `actions` are the definitions that tasks use, `policy` the whole policy, both with every default;
     `memory` is the initial working memory, `inputs` the run inputs as merged at compile time, `vars` the
     workflow's variables (data, never rendered), `outputs` the templates of the run output. Both digests
-    are bare hex.
+    are bare hex. `compensation` says who starts the compensation of a failed run (`onFailure`), and whose approval its
+    effects need (`approval`).
     """
 
     format_version: int
@@ -220,6 +231,7 @@ class Plan:
     vars: dict[str, Any]
     outputs: dict[str, Any]
     show_diff: bool
+    compensation: dict[str, str] = field(default_factory=lambda: dict(BY_HAND))
 
     def to_json(self) -> dict[str, Any]:
         """The stored form. For large plans prefer `canonical_chunks`, which never holds the whole text."""
@@ -247,6 +259,7 @@ class Plan:
             "vars": self.vars,
             "outputs": self.outputs,
             "showDiff": self.show_diff,
+            "compensation": self.compensation,
         }
 
     def canonical_chunks(self) -> Iterator[str]:
@@ -294,12 +307,15 @@ class Plan:
             vars=data["vars"],
             outputs=data["outputs"],
             show_diff=data["showDiff"],
+            compensation=data.get("compensation", BY_HAND),
         )
 
 
 def keeps_artifacts(plan: Plan) -> bool:
     """Whether a task of this plan may leave artifacts, so that the run needs a store that can be written."""
-    if any(action["kind"] == "builtin.write" or action.get("artifacts") for action in plan.actions.values()):
+    used = {task.uses_name for task in plan.tasks.values() if task.uses_kind == "action"}
+    actions = (plan.actions[name] for name in used if name in plan.actions)
+    if any(action["kind"] == "builtin.write" or action.get("artifacts") for action in actions):
         return True
     return any("artifacts" in task.input for task in plan.tasks.values() if task.action_kind == "builtin.shell.exec")
 

@@ -9,6 +9,7 @@
     │   ├── RunMoved          exit 5   epoch or revision of the run changed under a decision
     │   └── LockHeld          exit 5   another process holds a lock of the artifact store, and does not let go
     ├── AlreadyTerminal       exit 4   the run has ended; there is nothing to go on with or to pause
+    ├── NotTerminal           exit 4   the run has not ended; only what is final can be a source
     ├── UncertainError        exit 3   an operator has to reconcile an effect first
     ├── EnvironmentFault      exit 5   disk, permission, filesystem, missing feature of the machine
     └── StoreError            exit 5   the database itself
@@ -88,6 +89,12 @@ class AlreadyTerminal(AgentctlError):
     """The run has ended (contract 4.9 and 4.10)."""
 
     code = "already_terminal"
+
+
+class NotTerminal(AgentctlError):
+    """The run goes on: it cannot be replayed, compensated or taken as the source of another (contract 4.10)."""
+
+    code = "not_terminal"
 
 
 class UncertainError(AgentctlError):

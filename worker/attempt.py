@@ -79,6 +79,7 @@ class _RunSettings:
     interactive: bool
     check: bool
     long_term: dict[str, Any] | None
+    force_effect: bool
 
 
 class AttemptRunner:
@@ -185,6 +186,7 @@ class AttemptRunner:
             foreseen=content.get("foreseen"),
             workspace=settings.workspace,
             long_term=settings.long_term,
+            force_effect=settings.force_effect,
         )
 
     def _settings(self, run_id: str) -> _RunSettings:
@@ -203,6 +205,7 @@ class AttemptRunner:
                 bool(data.get("interactive", False)),
                 bool(data.get("check", False)),
                 data.get("longTerm"),
+                bool(data.get("forceEffect", False)),
             )
             self._known[run_id] = settings
             if len(self._known) > KNOWN_RUNS:
