@@ -471,7 +471,7 @@ def foreground(
         if follower is not None:
             follower.close()
     try:
-        return (tell or _print_outcome)(printer, store, run_id)
+        return (tell or print_outcome)(printer, store, run_id)
     except OSError as error:
         give_up_stdout(settings, error)
         return EXIT_BY_STATE[views_of(store).state(run_id)]
@@ -537,7 +537,7 @@ def _follow(settings: Settings, run_name: str, *, show: bool, timeout: float | N
         finally:
             if follower is not None:
                 follower.close()
-        return _print_outcome(printer, store, run_id)
+        return print_outcome(printer, store, run_id)
 
 
 def _show(follower: _Follower) -> None:
@@ -632,7 +632,7 @@ def pause(settings: Settings, run_name: str, reason: str, actor: str) -> None:
     Printer(settings).result("Pause", {"runId": run_id, "state": state, "reason": why}, human)
 
 
-def _print_outcome(printer: Printer, store: Store, run_id: str) -> int:
+def print_outcome(printer: Printer, store: Store, run_id: str) -> int:
     """RunOutcome on stdout, for every state (contract, after the new verbs). Returns the exit code."""
     views = views_of(store)
     outcome = views.outcome(run_id)

@@ -39,6 +39,11 @@ def _status_for_people(out: Printer, data: dict[str, Any], now: int) -> None:
     over = data["state"] not in ("running", "paused")
     spent = duration((data["updatedAt"] if over else now) - data["createdAt"])
     out.line(f"workflow  {clean(data['workflow'])}, mode {data['mode']}, priority {data['priority']}")
+    if data["sourceRunId"] or data["parentRunId"]:
+        out.line(f"made from {data['sourceRunId'] or data['parentRunId']}")
+    for derived in data["derivedRuns"][:SHOWN_WAITING]:
+        out.line(f"made into {derived['runId']} {out.state(derived['state'])} ({derived['mode']})")
+    _more(out, len(data["derivedRuns"]) - SHOWN_WAITING)
     out.line(f"created   {when(data['createdAt'])}, {'took' if over else 'since'} {spent}")
     if data["deadlineAt"] is not None:
         out.line(f"deadline  {when(data['deadlineAt'])}")
@@ -244,8 +249,13 @@ def runs_list(settings: Settings, limit: int, state: str | None, cursor: str | N
                 if counts.get("failed"):
                     tasks += f", {counts['failed']} failed"
                 reason = run["reason"]
-                rows.append((run["runId"], run["state"], run["workflow"], tasks, when(run["createdAt"]), reason))
-            out.table(("RUN", "STATE", "WORKFLOW", "TASKS", "CREATED", "REASON"), rows, states=1)
+                made_from = run["sourceRunId"] or run["parentRunId"]
+                cells = (run["runId"], run["state"], run["workflow"], tasks, when(run["createdAt"]), reason, made_from)
+                rows.append(cells)
+            heads: tuple[str, ...] = ("RUN", "STATE", "WORKFLOW", "TASKS", "CREATED", "REASON", "MADE FROM")
+            if not any(row[-1] for row in rows):
+                heads, rows = heads[:-1], [row[:-1] for row in rows]
+            out.table(heads, rows, states=1)
             if data["next"] is not None:
                 out.line(f"more: agentctl runs list --next {data['next']}")
 

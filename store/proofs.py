@@ -129,7 +129,7 @@ class _Told:
 
     def take(self, kind: str, task_id: str | None, payload: dict[str, Any]) -> None:
         """The next event."""
-        if kind == "task.transition" and task_id is not None:
+        if kind in ("task.transition", "replay.task_recorded") and task_id is not None:
             self.tasks[task_id] = str(payload.get("to"))
         elif kind == "run.created":
             self.created = payload

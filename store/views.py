@@ -368,6 +368,18 @@ def _summary(run: Run, counts: dict[str, int]) -> dict[str, Any]:
     }
 
 
+def _derived(tx: Connection, run_id: str) -> list[dict[str, Any]]:
+    """Runs that were made from this one, oldest first."""
+    return [
+        {"runId": name, "mode": mode, "state": state, "createdAt": created_at}
+        for name, mode, state, created_at in tx.execute(
+            "SELECT run_id, mode, state, created_at FROM runs WHERE source_run_id = ?1 UNION "
+            "SELECT run_id, mode, state, created_at FROM runs WHERE parent_run_id = ?1 ORDER BY created_at, run_id",
+            (run_id,),
+        )
+    ]
+
+
 def _list_runs(tx: Connection, *, limit: int, state: str | None, cursor: str | None) -> dict[str, Any]:
     conditions, arguments = [], []
     if state is not None:
@@ -409,6 +421,7 @@ def _status(tx: Connection, run: Run, *, now: int) -> dict[str, Any]:
     effects, effect_count = _uncertain(tx, run.run_id)
     return {
         **_summary(run, counts),
+        "derivedRuns": _derived(tx, run.run_id),
         "traceId": run.trace_id,
         "priority": run.priority,
         "deadlineAt": run.deadline_at,
@@ -699,8 +712,8 @@ def _run_record(tx: Connection, run: Run) -> dict[str, Any]:
         else:
             memory[key] = json.loads(value)
     head = tx.execute(
-        "SELECT runtime_state_version, plan_format_version, idempotency_key, cancel_reason, pause_reason "
-        "FROM runs WHERE run_id = ?",
+        "SELECT runtime_state_version, plan_format_version, idempotency_key, cancel_reason, pause_reason, "
+        "lineage_json FROM runs WHERE run_id = ?",
         (run.run_id,),
     ).fetchone()
     assert head is not None  # the same snapshot has just shown the row
@@ -726,6 +739,8 @@ def _run_record(tx: Connection, run: Run) -> dict[str, Any]:
         "basePath": run.base_path,
         "parentRunId": run.parent_run_id,
         "sourceRunId": run.source_run_id,
+        "lineage": _value(head[5]),
+        "derivedRuns": _derived(tx, run.run_id),
         "cancellationRequested": run.cancel_requested_at is not None,
         "cancelRequestedAt": run.cancel_requested_at,
         "cancelReason": head[3],
@@ -760,7 +775,8 @@ def _task_records(tx: Connection, run: Run) -> Iterator[dict[str, Any]]:
     for row in tx.execute(
         "SELECT task_no, task_id, position, state, attempt, disposition, metadata_version, input_digest, "
         "output_json, output_digest, error_json, decision_json, delta_json, delta_digest, retry_at, started_at, "
-        "ended_at, updated_at, definition_fingerprint, output_contract_fingerprint, artifact_manifest_json FROM tasks "
+        "ended_at, updated_at, definition_fingerprint, output_contract_fingerprint, artifact_manifest_json, "
+        "source_run_id, source_task_id, source_attempt, reuse_decision_json FROM tasks "
         "WHERE task_no BETWEEN ? AND ? ORDER BY task_no",
         _span(run),
     ):
@@ -778,9 +794,10 @@ def _task_records(tx: Connection, run: Run) -> Iterator[dict[str, Any]]:
             "error": _value(row[10]),
             "disposition": row[5],
             "metadataVersion": row[6],
-            "sourceRunId": None,
-            "sourceTaskId": None,
-            "sourceAttempt": None,
+            "sourceRunId": row[21],
+            "sourceTaskId": row[22],
+            "sourceAttempt": row[23],
+            "reuseDecision": _value(row[24]),
             "definitionFingerprint": row[18],
             "inputDigest": row[7],
             "outputContractFingerprint": row[19],
