@@ -39,8 +39,8 @@ def compensate(
 ) -> None:
     """Undo what a run that has ended has done, by what its tasks declare under `compensate`.
 
-    A run of its own carries it out, in reverse order, one task after the other. What is undone already is left alone, so
-    after a partial failure the same command does the rest. Exit: 0 all undone, 3 something is blocked or waits for a
+    A run of its own carries it out, in reverse order, one task after the other. What is undone already is left alone,
+    so after a partial failure the same command does the rest. Exit: 0 all undone, 3 something is blocked or waits for a
     person, 4 an inverse action failed, 130 cancelled.
     """
     from agentctl.coordinator.compensation import plan_compensation, start_compensation
@@ -122,7 +122,9 @@ def _outcome_for_people(out: Printer, data: dict[str, Any]) -> None:
         out.line(f"{source}: nothing was undone" if data["blocked"] else f"{source}: there is nothing to undo")
     else:
         why = f" ({data['reason']})" if data["reason"] else ""
-        out.line(f"{data['runId']} {out.state(data['state'])}{why}: {len(data['compensatedTasks'])} tasks of {source} undone")
+        done = len(data["compensatedTasks"])
+        noun = "task" if done == 1 else "tasks"
+        out.line(f"{data['runId']} {out.state(data['state'])}{why}: {done} {noun} of {source} undone")
         for task in data["failedTasks"][:SHOWN]:
             out.line(f"  not undone: {clean(task)}")
     if data["blocked"]:

@@ -27,7 +27,5 @@ def replay(context: click.Context, settings: Settings, run_name: str) -> None:
 
     with closing(open_store(settings)) as store:
         source_id = views_of(store).find_run(run_name)
-        run_id = make_replay(
-            store, source_id, SystemIds(store.clock), actor=ACTOR, faults=Faults.from_environment()
-        )
+        run_id = make_replay(store, source_id, SystemIds(store.clock), actor=ACTOR, faults=Faults.from_environment())
         context.exit(print_outcome(Printer(settings), store, run_id))

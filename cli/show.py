@@ -252,10 +252,10 @@ def runs_list(settings: Settings, limit: int, state: str | None, cursor: str | N
                 made_from = run["sourceRunId"] or run["parentRunId"]
                 cells = (run["runId"], run["state"], run["workflow"], tasks, when(run["createdAt"]), reason, made_from)
                 rows.append(cells)
-            heads: tuple[str, ...] = ("RUN", "STATE", "WORKFLOW", "TASKS", "CREATED", "REASON", "MADE FROM")
-            if not any(row[-1] for row in rows):
-                heads, rows = heads[:-1], [row[:-1] for row in rows]
-            out.table(heads, rows, states=1)
+            heads = ("RUN", "STATE", "WORKFLOW", "TASKS", "CREATED", "REASON", "MADE FROM")
+            # Most databases have no run that was made from another.
+            shown = len(heads) if any(row[-1] for row in rows) else len(heads) - 1
+            out.table(heads[:shown], [row[:shown] for row in rows], states=1)
             if data["next"] is not None:
                 out.line(f"more: agentctl runs list --next {data['next']}")
 

@@ -209,7 +209,8 @@ class _Planner:
         found = CompensationPlan(self._source.run.run_id, self._plan.compensation["onFailure"] == "automatic")
         for earlier in self._source.earlier:
             if not earlier.ended:
-                message = f"{earlier.run_id} is {earlier.state}: `agentctl resume` or `agentctl cancel` brings it to an end"
+                ways = "`agentctl resume` or `agentctl cancel` brings it to an end"
+                message = f"{earlier.run_id} is {earlier.state}: {ways}"
                 found.blocked.append(Block("*", None, "compensation_in_progress", message))
         wanted = dict.fromkeys(tasks)
         for name in wanted:
@@ -233,7 +234,8 @@ class _Planner:
             block: tuple[str, str] | None = None
             if effect.reconciled == "compensated":
                 if effect.inverse_reconciled == "compensated":
-                    block = ("compensation_effect_reversed", f"effect {_short(effect.inverse)}, which has undone it, was itself undone")
+                    message = f"effect {_short(effect.inverse)}, which has undone it, was itself undone"
+                    block = ("compensation_effect_reversed", message)
                 else:
                     found.already.append(effect.effect_id)
             elif effect.happened:

@@ -187,7 +187,15 @@ class Coordinator:
         """The rescuer of this process; supervisors use it for children that they have reaped."""
         return self._rescuer
 
-    def take(self, run: Run, *, resume: bool, plan: Plan | None = None, actor: str = "coordinator") -> bool:
+    def take(
+        self,
+        run: Run,
+        *,
+        resume: bool,
+        plan: Plan | None = None,
+        actor: str = "coordinator",
+        trace_id: str | None = None,
+    ) -> bool:
         """Become the driver of `run` as it was seen. False when somebody else was faster or it has ended."""
         epoch = self.store.take_run(
             run.run_id,
@@ -196,6 +204,7 @@ class Coordinator:
             lease_ms=self._timing.lease_ms,
             resume=resume,
             actor=actor,
+            trace_id=trace_id,
         )
         if epoch is None:
             return False

@@ -1,4 +1,4 @@
-"""Replay: what a run has recorded, once more as a run of its own (contract 9.5). It decides nothing and calls nothing."""
+"""Replay: what a run has recorded, once more as a run of its own (contract 9.5). It decides and calls nothing."""
 
 from __future__ import annotations
 

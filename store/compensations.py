@@ -1,4 +1,4 @@
-"""Compensation: what a run has done and what of it was undone, the run that undoes it, and its conclusions (contract 5.7).
+"""Compensation: what a run has done, what of it was undone, the run that undoes it, and its conclusions (contract 5.7).
 
 Functions that take `tx` belong to the caller's transaction; the methods of `Compensations` are verbs: one transaction
 each (`settle`: one for some conclusions), which may be run again.
@@ -94,7 +94,10 @@ class Compensations:
         self._clock = clock
 
     def source(self, run_id: str) -> CompensationSource:
-        """What there is to know of a run that has ended. Raises `NotFoundError`, `NotTerminal`, `IncompatibleVersion`."""
+        """What there is to know of a run that has ended.
+
+        Raises `NotFoundError`, `NotTerminal`, `IncompatibleVersion`.
+        """
         with self._database.read() as tx:
             run = runs.get(tx, run_id)
             if run.ended_at is None:
@@ -315,11 +318,12 @@ def _earlier(tx: Connection, run_id: str) -> Iterator[EarlierRun]:
 
 def _effects(tx: Connection, run: Run) -> list[EffectFact]:
     """All effects of a run that may have changed something, in the order of task, attempt and ordinal."""
-    status, inverse = (_LATEST.format(column=name, effect="e.effect_id") for name in ("status", "compensation_effect_id"))
+    status = _LATEST.format(column="status", effect="e.effect_id")
+    inverse = _LATEST.format(column="compensation_effect_id", effect="e.effect_id")
     said = _LATEST.format(column="status", effect=inverse)
     return [
-        EffectFact(*row[:6], bool(row[6]), *row[7:])
-        for row in tx.execute(
+        EffectFact(name, task, ordinal, operation, kind, state, bool(confirmed), dispatches, *said_of)
+        for name, task, ordinal, operation, kind, state, confirmed, dispatches, *said_of in tx.execute(
             "SELECT e.effect_id, e.task_id, e.ordinal, e.operation, e.effect_class, e.status, e.confirmed, "  # noqa: S608
             f"e.dispatches, {status}, {inverse}, {said} "
             "FROM attempts a JOIN effects e ON e.attempt_id = a.attempt_id "
