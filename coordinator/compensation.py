@@ -416,8 +416,11 @@ def _new_run(
 
 
 def _tasks(inverses: Sequence[Inverse]) -> Iterator[CompiledTask]:
-    """The compiled tasks: none needs another, and each goes on whatever becomes of the others."""
-    writers: dict[str, int] = {}
+    """The compiled tasks: none needs another, so each goes on whatever has become of those before it.
+
+    But it begins only when they have ended, as it does with memory: an inverse that waits for a person, or for its next
+    attempt, is not overtaken, or the order would not be the reverse one any more.
+    """
     for position, item in enumerate(inverses):
         declared = item.declared
         values: dict[str, Any] = {}
@@ -429,11 +432,8 @@ def _tasks(inverses: Sequence[Inverse]) -> Iterator[CompiledTask]:
                 values[f"given{number}"] = value
                 given[name] = f"${{{{ vars.given{number} }}}}"
         keys: tuple[str, ...] = ()
-        after: tuple[int, ...] = ()
         if declared["actionKind"] in MEMORY_WRITERS and isinstance(item.input.get("key"), str):
-            key = item.input["key"]
-            keys, after = (key,), (writers[key],) if key in writers else ()
-            writers[key] = position
+            keys = (item.input["key"],)
         yield CompiledTask(
             item.task_id,
             position,
@@ -442,7 +442,7 @@ def _tasks(inverses: Sequence[Inverse]) -> Iterator[CompiledTask]:
             declared["actionKind"],
             memory_writes=keys,
             memory_reads=keys,
-            memory_after=after,
+            memory_after=(position - 1,) if position else (),
             vars=values,
             data_vars=tuple(values),
             input=given,

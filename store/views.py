@@ -655,6 +655,8 @@ def _unmet(tx: Connection, run: Run, task_ids: Sequence[str]) -> dict[str, tuple
         earlier = [open_positions[position] for position in after if position in open_positions]
         if unmet:
             found[task_id] = ("needs", "waits for " + _names(unmet))
+        elif earlier and run.mode == "compensation":
+            found[task_id] = ("needs", "what was done later is undone first: waits for " + _names(earlier))
         elif earlier:
             found[task_id] = ("memory", "uses working memory after " + _names(earlier))
     return found

@@ -400,6 +400,11 @@ class Field:
         with contextlib.closing(sqlite3.connect(self.database, timeout=30)) as connection, connection:
             assert connection.execute(sql, values).rowcount != 0, "nothing was changed"
 
+    def change_schema(self, sql: str) -> None:
+        """The same for a statement that changes no row: to take a guard away before a change."""
+        with contextlib.closing(sqlite3.connect(self.database, timeout=30)) as connection, connection:
+            connection.execute(sql)
+
     def workers(self, *states: str) -> list[WorkerRow]:
         """The workers that are alive, by name."""
         found = []
