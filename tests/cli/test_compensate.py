@@ -196,7 +196,12 @@ def test_an_unchanged_write_is_an_effect_of_a_compensation(field: Field, undo: U
 
 
 def test_a_run_in_check_mode_and_a_replay_have_done_nothing(field: Field, undo: Undo) -> None:
-    task = {"id": "a", "uses": "action:remember", "with": {"key": "k", "value": 1}, "compensate": undo.task("a")["compensate"]}
+    task = {
+        "id": "a",
+        "uses": "action:remember",
+        "with": {"key": "k", "value": 1},
+        "compensate": undo.task("a")["compensate"],
+    }
     file = undo.write([task, undo.task("b", needs=["a"])])
     checked = field.json("run", file, "--check").data["runId"]
     replayed = field.json("replay", field.json("run", file).data["runId"]).data["runId"]
@@ -293,7 +298,9 @@ def test_an_attempt_that_was_repeated_answers_for_the_one_before(field: Field, u
     field.text("slow-b", "")
     again = undo.task("b", uses="again", timeoutSeconds=1, retry={"maxAttempts": 2, "backoffMs": 60000})
     process = field.start("run", undo.write([again, undo.end("b")]))
-    wait_until(lambda: field.rows("SELECT 1 FROM tasks WHERE state = 'retry_scheduled'") != [], "the second attempt waits")
+    wait_until(
+        lambda: field.rows("SELECT 1 FROM tasks WHERE state = 'retry_scheduled'") != [], "the second attempt waits"
+    )
     (field.folder / "slow-b").unlink()
     [source] = undo.runs()
     field.change("UPDATE tasks SET retry_at = 1 WHERE state = 'retry_scheduled'")
@@ -414,7 +421,7 @@ def test_a_run_that_is_not_there_or_has_not_ended(field: Field, undo: Undo) -> N
     "change",
     [
         "UPDATE tasks SET output_json = '{\"exitCode\":7}' WHERE task_id = 'a'",
-        "UPDATE run_documents SET inputs_json = '{\"word\":\"x\"}'",
+        'UPDATE run_documents SET inputs_json = \'{"word":"x"}\'',
         "UPDATE run_documents SET plan_json = replace(plan_json, 'undo-$1', 'destroy-$1')",
         "UPDATE effects SET input_json = '{}'",
     ],
@@ -472,7 +479,9 @@ def test_on_a_pool_it_starts_by_itself(field: Field, undo: Undo) -> None:
 def test_it_does_not_start_by_itself_after_success_cancellation_or_a_check(field: Field, undo: Undo) -> None:
     assert field.json("run", undo.write([undo.task("a")], compensation=AUTOMATIC)).code == 0
     field.text("slow-b", "")
-    process = field.start("run", undo.write([undo.task("c"), undo.task("b", needs=["c"])], name="x", compensation=AUTOMATIC))
+    process = field.start(
+        "run", undo.write([undo.task("c"), undo.task("b", needs=["c"])], name="x", compensation=AUTOMATIC)
+    )
     wait_until(lambda: "b" in undo.notes(), "b runs")
     field.json("cancel", undo.runs()[-1])
     assert process.wait().code == 130

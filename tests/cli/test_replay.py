@@ -160,11 +160,11 @@ def test_a_run_that_is_not_there(field: Field, undo: Undo) -> None:
 DAMAGES = {
     "output": "UPDATE tasks SET output_json = '{\"exitCode\":7}' WHERE task_id LIKE 'each--0000%'",
     "output and digest": "UPDATE tasks SET output_json = '{}', output_digest = 'sha256:v1:0' WHERE task_id = 'left'",
-    "delta": "UPDATE tasks SET delta_json = '{\"formatVersion\":1,\"remove\":[],\"set\":{}}' WHERE task_id = 'keep'",
+    "delta": 'UPDATE tasks SET delta_json = \'{"formatVersion":1,"remove":[],"set":{}}\' WHERE task_id = \'keep\'',
     "state": "DROP TRIGGER tasks_final",
     "checkpoint": "DROP TRIGGER checkpoints_no_update",
     "trail": "DROP TRIGGER audit_events_no_update",
-    "plan": "UPDATE run_documents SET plan_json = replace(plan_json, '\"failure\":\"stop\"', '\"failure\":\"continue\"')",
+    "plan": 'UPDATE run_documents SET plan_json = replace(plan_json, \'"failure":"stop"\', \'"failure":"continue"\')',
     "workflow": "UPDATE run_documents SET workflow_json = replace(workflow_json, 'work', 'play')",
     "inputs": "UPDATE run_documents SET inputs_json = '{}'",
     "run output": "UPDATE run_outputs SET output_json = '{}'",

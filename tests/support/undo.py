@@ -140,7 +140,9 @@ class Undo:
 
     def derived(self, run_id: str, mode: str = "compensation") -> list[tuple[str, str]]:
         """(run, state) of the runs that were made from one."""
-        sql = "SELECT run_id, state FROM runs WHERE ? IN (source_run_id, parent_run_id) AND mode = ? ORDER BY created_at"
+        sql = (
+            "SELECT run_id, state FROM runs WHERE ? IN (source_run_id, parent_run_id) AND mode = ? ORDER BY created_at"
+        )
         return [(name, state) for name, state in self.field.rows(sql, run_id, mode)]
 
     def sound(self) -> None:
