@@ -7,7 +7,9 @@ refused: it may be meant, and the task may be skipped. Its author is told all th
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import PurePosixPath
+from typing import Any
 
 from agentctl.store.policy import Policy, environment_allowed, process_allowed
 
@@ -29,10 +31,14 @@ def certain_denials(document: LoadedDocument, plan: Plan) -> list[Diagnostic]:
         if task.uses_kind != "action" or (declared, task.uses_name) in seen:
             continue
         seen.add((declared, task.uses_name))
-        for base, below, message, hint in _denials(policy, plan, task):
+        denials: list[tuple[Path, Path, Path, str, str]] = [((), *denial) for denial in _denials(policy, plan, task)]
+        if task.compensate is not None:
+            inverse = _inverse(task, task.compensate)
+            denials += [(("compensate",), *denial) for denial in _denials(policy, plan, inverse)]
+        for inside, base, below, message, hint in denials:
             if not base and not places:
                 places = places_of_tasks(document)
-            place = (*(base or places[declared]), *below)
+            place = (*(base or (*places[declared], *inside)), *below)
             warning = document.source.diagnostic("policy_denied", message, place, help=hint, severity="warning")
             found.setdefault((place, message), warning)
     return list(found.values())
@@ -68,6 +74,12 @@ def never_called(document: LoadedDocument) -> list[Diagnostic]:
         for name in spec.subworkflows
         if name not in reached
     ]
+
+
+def _inverse(task: CompiledTask, declared: dict[str, Any]) -> CompiledTask:
+    """What undoes a task, as the task that it will be."""
+    names = {"uses_name": declared["uses"], "action_kind": declared["actionKind"], "input": declared["input"]}
+    return replace(task, **names)
 
 
 def _denials(policy: Policy, plan: Plan, task: CompiledTask) -> Iterator[tuple[Path, Path, str, str]]:

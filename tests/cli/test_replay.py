@@ -1,4 +1,4 @@
-"""`replay`: what a run has recorded, once more, with nothing executed (contract 9.5); and what a resume records (4.9)."""
+"""`replay`: what a run has recorded, once more, with nothing executed (contract 9.5); what a resume records (4.9)."""
 
 from __future__ import annotations
 
