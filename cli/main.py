@@ -203,6 +203,8 @@ _VERBS: dict[str, tuple[str, str, str]] = {
     "retry": ("recovery", "retry", "Execute what failed again, in a new run with the rest reused."),
     "repair": ("recovery", "repair", "The same with a corrected file, from tasks that you name."),
     "fork": ("recovery", "fork", "Run the stored workflow of a run once more."),
+    "replay": ("replay", "replay", "Make a run of what another has recorded; nothing is executed."),
+    "compensate": ("compensate", "compensate", "Undo what a run has done, as its tasks declare."),
     "cancel": ("run", "cancel", "Cancel a run; its commands are ended."),
     "pause": ("run", "pause", "Pause a run; what runs finishes."),
     "wait": ("run", "wait", "Wait for the end of a run."),

@@ -157,8 +157,9 @@ class _Foreground:
                 run = self._store.get_run(self._run_id)
                 if run.ended_at is not None or (run.state == "paused" and not resume):
                     return
+                trace_id = self._ids.new_id("trace") if resume else None
                 if self._may_take(run) and self._coordinator.take(
-                    run, resume=resume, plan=self._plan, actor="cli-user"
+                    run, resume=resume, plan=self._plan, actor="cli-user", trace_id=trace_id
                 ):
                     self._drive(run)
                 else:

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn, TypeAlias
 
 import click
-from agentctl.store.errors import AlreadyTerminal, PolicyError, UsageError
+from agentctl.store.errors import AgentctlError, AlreadyTerminal, PolicyError, UsageError
 from agentctl.store.states import RUN_FINAL
 
 from .documents import Sources, compile_file, source_options
@@ -346,6 +346,7 @@ def resume(
         run_id = views.find_run(run_name)
         state = views.state(run_id)
         if state in RUN_FINAL:
+            _compensate_failed(settings, store, run_id, workers)
             raise AlreadyTerminal(
                 f"{run_id} has ended already: {state}",
                 remedy=f"`agentctl inspect {run_id}` shows what happened",
@@ -477,6 +478,7 @@ def foreground(
             plan=plan,
             timeout=timeout,
         )
+        _compensate_failed(settings, store, run_id, workers)
     except KeyboardInterrupt:
         # The signal came before the foreground obeyed signals. A run that was only to be resumed stays as it was.
         if resume:
@@ -486,10 +488,36 @@ def foreground(
         if follower is not None:
             follower.close()
     try:
-        return (outcome or _print_outcome)(printer, store, run_id)
+        return (outcome or print_outcome)(printer, store, run_id)
     except OSError as error:
         give_up_stdout(settings, error)
         return EXIT_BY_STATE[views_of(store).state(run_id)]
+
+
+def _compensate_failed(settings: Settings, store: Store, run_id: str, workers: int | None) -> None:
+    """Carry out the automatic compensation of a run that has failed, if it declares one (contract 5.7).
+
+    The command tells of the failed run; a compensation that cannot be started is still due, and said to be.
+    """
+    from agentctl.store.compensations import Compensations
+
+    if store.get_run(run_id).state != "failed":
+        return
+    compensations = Compensations(store.database, store.clock)
+    if compensations.is_due(run_id):
+        from agentctl.coordinator.compensation import start_what_is_due
+        from agentctl.store.clock import SystemIds
+        from agentctl.store.faults import Faults
+
+        try:
+            start_what_is_due(store, SystemIds(store.clock), Faults.from_environment(), run_id, actor=ACTOR)
+        except AgentctlError as error:
+            warn(settings, f"the compensation of {run_id} could not be started: {error.message}")
+    started = compensations.started_by(run_id)
+    if started is not None and store.get_run(started).ended_at is None:
+        from .pool import run_in_foreground
+
+        run_in_foreground(settings.database, started, resume=False, workers=workers, on_change=None)
 
 
 def _follow(settings: Settings, run_name: str, *, show: bool, timeout: float | None) -> int:
@@ -526,7 +554,7 @@ def _follow(settings: Settings, run_name: str, *, show: bool, timeout: float | N
         finally:
             if follower is not None:
                 follower.close()
-        return _print_outcome(printer, store, run_id)
+        return print_outcome(printer, store, run_id)
 
 
 def _show(follower: _Follower) -> None:
@@ -621,10 +649,12 @@ def pause(settings: Settings, run_name: str, reason: str, actor: str) -> None:
     Printer(settings).result("Pause", {"runId": run_id, "state": state, "reason": why}, human)
 
 
-def _print_outcome(printer: Printer, store: Store, run_id: str) -> int:
+def print_outcome(printer: Printer, store: Store, run_id: str) -> int:
     """RunOutcome on stdout, for every state (contract, after the new verbs). Returns the exit code."""
     views = views_of(store)
     outcome = views.outcome(run_id)
+    if outcome["state"] == "failed" and (undone := _automatic_compensation(store, run_id)) is not None:
+        outcome["compensation"] = undone
     if store.get_run(run_id).mode == "check":
         from .foreseen import print_foreseen
 
@@ -632,6 +662,16 @@ def _print_outcome(printer: Printer, store: Store, run_id: str) -> int:
         return EXIT_BY_STATE[str(outcome["state"])]
     printer.result("RunOutcome", outcome, lambda out: outcome_for_people(out, views, outcome))
     return EXIT_BY_STATE[str(outcome["state"])]
+
+
+def _automatic_compensation(store: Store, run_id: str) -> dict[str, Any] | None:
+    from agentctl.store.compensations import Compensations
+
+    started = Compensations(store.database, store.clock).started_by(run_id)
+    if started is None:
+        return None
+    run = store.get_run(started)
+    return {"runId": run.run_id, "state": run.state, "reason": run.reason}
 
 
 def outcome_for_people(out: Printer, views: Views, outcome: dict[str, Any]) -> None:
@@ -662,6 +702,10 @@ def outcome_for_people(out: Printer, views: Views, outcome: dict[str, Any]) -> N
             )
         if status["uncertainEffectCount"] > SHOWN_FAILURES:
             out.line(f"    and {status['uncertainEffectCount'] - SHOWN_FAILURES} more")
+    if "compensation" in outcome:
+        undone = outcome["compensation"]
+        why = f" ({undone['reason']})" if undone["reason"] else ""
+        out.line(f"  compensated by {undone['runId']}: {out.state(undone['state'])}{why}")
     if outcome["output"] is not None:
         text = json.dumps(outcome["output"], ensure_ascii=False, indent=2)
         if len(text) > SHOWN_OUTPUT:

@@ -42,6 +42,9 @@ def _status_for_people(out: Printer, data: dict[str, Any], now: int) -> None:
     out.line(f"workflow  {clean(data['workflow'])}, mode {data['mode']}, priority {data['priority']}")
     for line in _origin(data):
         out.line(f"origin    {line}")
+    for derived in data["derivedRuns"][:SHOWN_WAITING]:
+        out.line(f"made into {derived['runId']} {out.state(derived['state'])} ({derived['mode']})")
+    _more(out, len(data["derivedRuns"]) - SHOWN_WAITING)
     out.line(f"created   {when(data['createdAt'])}, {'took' if over else 'since'} {spent}")
     if data["deadlineAt"] is not None:
         out.line(f"deadline  {when(data['deadlineAt'])}")

@@ -7,8 +7,10 @@ refused: it may be meant, and the task may be skipped. Its author is told all th
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from itertools import takewhile
 from pathlib import PurePosixPath
+from typing import Any
 
 from agentctl.store.policy import Policy, environment_allowed, process_allowed
 
@@ -30,11 +32,15 @@ def certain_denials(document: LoadedDocument, plan: Plan) -> list[Diagnostic]:
         if task.uses_kind not in ("action", "agent") or (declared, task.uses_name) in seen:
             continue
         seen.add((declared, task.uses_name))
-        denials = _agent_denials if task.uses_kind == "agent" else _denials
-        for base, below, message, hint in denials(policy, plan, task):
+        found_here = _agent_denials if task.uses_kind == "agent" else _denials
+        denials: list[tuple[Path, Path, Path, str, str]] = [((), *denial) for denial in found_here(policy, plan, task)]
+        if task.compensate is not None:
+            inverse = _inverse(task, task.compensate)
+            denials += [(("compensate",), *denial) for denial in _denials(policy, plan, inverse)]
+        for inside, base, below, message, hint in denials:
             if not base and not places:
                 places = places_of_tasks(document)
-            place = (*(base or places[declared]), *below)
+            place = (*(base or (*places[declared], *inside)), *below)
             warning = document.source.diagnostic("policy_denied", message, place, help=hint, severity="warning")
             found.setdefault((place, message), warning)
     return list(found.values())
@@ -89,6 +95,12 @@ def _agent_denials(policy: Policy, plan: Plan, task: CompiledTask) -> Iterator[t
             message = f"calls of the tool {name!r} will be denied: policy.writableRoots is empty"
             hint = "name the folders that may be written: writableRoots: [build]"
             yield place, ("tools", index), message, hint
+
+
+def _inverse(task: CompiledTask, declared: dict[str, Any]) -> CompiledTask:
+    """What undoes a task, as the task that it will be."""
+    names = {"uses_name": declared["uses"], "action_kind": declared["actionKind"], "input": declared["input"]}
+    return replace(task, **names)
 
 
 def _denials(policy: Policy, plan: Plan, task: CompiledTask) -> Iterator[tuple[Path, Path, str, str]]:

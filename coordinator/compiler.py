@@ -9,7 +9,7 @@ alone, then order and memory are settled.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from hashlib import sha256
 from heapq import heapify, heappop, heappush
 from typing import Any
@@ -19,7 +19,7 @@ from agentctl.store.embedding import LOCAL_HASH
 from agentctl.store.memory_entries import DEFAULT_NAMESPACE
 
 from .capabilities import agent_problems
-from .definition import PROCESS_KINDS, LoadedDocument, Retry, Route, Task, Tool
+from .definition import PROCESS_KINDS, Compensate, LoadedDocument, Retry, Route, Task, Tool
 from .diagnostics import Diagnostic, DocumentError, Path, did_you_mean
 from .expansion import ExpansionError, Fanout, expansion_id, loop_guard, output_of, plan_foreach, plan_loop, plan_matrix
 from .expressions import (
@@ -31,7 +31,7 @@ from .expressions import (
     has_template,
     is_exact_template,
 )
-from .kinds import EFFECTS
+from .kinds import EFFECTS, MUTATING, may_mutate
 from .long_term_input import embeds, long_term_problems
 from .peers import asked_by, call_problems, peer_problems, with_peers
 from .plan import (
@@ -186,6 +186,7 @@ class _Source:
     timeout_seconds: int = 120
     retry: RetryPolicy = field(default_factory=RetryPolicy)
     predictability: str = _FULLY
+    compensate: dict[str, Any] | None = None
 
 
 @dataclass(slots=True)
@@ -219,6 +220,7 @@ class _Compiler:
         self.declared: list[Declared] = []
         self.calls: dict[str, Path] = {}
         self.call_outputs: dict[str, str] = {}
+        self.every_id: tuple[set[str], frozenset[str]] = (set(), frozenset())
         self.readings = Readings(document.source, self.inputs, self.vars)
 
     # ---------------------------------------------------------------------- findings
@@ -423,8 +425,6 @@ class _Compiler:
         spec = self.spec
         if spec.packs:
             self.unsupported("packs", ("spec", "packs"))
-        if spec.compensation.on_failure == "automatic":
-            self.unsupported("automatic compensation", ("spec", "compensation", "onFailure"))
 
     def check_budgets(self, sources: list[_Source]) -> None:
         """What is known before anything runs must fit; equal is fine (contract 2.10)."""
@@ -520,7 +520,7 @@ class _Compiler:
             self.check_boundary(source, ids)
             return
         if task.compensate is not None:
-            self.unsupported("compensate", (*path, "compensate"))
+            self.check_compensation(source, task.compensate, ids)
         self.check_schema(task.output_schema, (*path, "outputSchema"))
 
         rendered = source.vars
@@ -659,6 +659,56 @@ class _Compiler:
             if source.namespace is not None and action.kind in _OWN_NAMES:
                 self.unsupported("a tool for long-term memory in a sub-workflow", (*source.path, "uses"))
         self.memory_keys(source, references)
+
+    def check_compensation(self, source: _Source, declared: Compensate, ids: set[str]) -> None:
+        """What undoes a task has an effect, and so has the task (contract 2.9). It may read whatever the run has."""
+        path: Path = (*source.path, "compensate")
+        name = declared.uses.removeprefix("action:")
+        if not may_mutate(self.spec, source.task.uses):
+            message = f"{source.task.uses} changes nothing that could be undone"
+            hint = "leave compensate out here, or put it on the task that changes something"
+            self.report("unsupported_capability", message, path, help=hint, key=True)
+            return
+        action = self.spec.actions.get(name)
+        if action is None:
+            self.missing("action", name, self.spec.actions, (*path, "uses"))
+            return
+        facts = _KINDS.get(action.kind)
+        if action.kind not in MUTATING:
+            message = f"an action of kind {action.kind} changes nothing, so it undoes nothing"
+            hint = f"use an action that changes something: {', '.join(sorted(MUTATING))}"
+            self.report("unsupported_capability", message, (*path, "uses"), help=hint)
+            return
+        if facts is None:
+            self.unsupported(f"an action of kind {action.kind}", (*path, "uses"))
+            return
+        if self.every_id[0] is not ids:
+            self.every_id = (ids, frozenset(ids))
+        # As a task of its own with the names of this one, which all tasks have ended before.
+        task = source.task.model_copy(
+            update={"id": f"{source.task.id}.compensate", "uses": declared.uses, "with_": declared.with_}
+        )
+        own = replace(source, task=task, path=path, needed=self.every_id[1], action_name=name, action_kind=action.kind)
+        defaults = self.defaults_of(own)
+        own.input = {**defaults, **declared.with_}
+        self.references(declared.with_, (*path, "with"), own, ids)
+        self.action_defaults(own, ids)
+        self.check_action_features(name)
+        self.check_input(own, facts)
+        self.check_extension_input(own)
+        self.check_peers(own)
+        for field_name, message in long_term_problems(action.kind, own.input):
+            self.report("schema_violation", message, self.input_path(own, field_name))
+        self.own_memory(own)
+        limit = action.timeout_seconds if action.kind in PROCESS_KINDS else None
+        given = [seconds for seconds in (declared.timeout_seconds, limit) if seconds is not None]
+        source.compensate = {
+            "uses": name,
+            "actionKind": action.kind,
+            "input": own.input,
+            "retry": _retry(declared.retry).to_json(),
+            "timeoutSeconds": min(given, default=self.spec.runtime.default_timeout_seconds),
+        }
 
     def check_action_features(self, name: str) -> None:
         action = self.spec.actions[name]
@@ -1109,6 +1159,7 @@ class _Compiler:
             | {EFFECT_OF_TOOL.get(self.spec.tools[tool].kind, "") for tool in tools}
         )
         providers = sorted({self.spec.agents[name].provider for name in agents})
+        inverse = {node.source.compensate["uses"] for node in ordered if node.source.compensate is not None}
         requirements: dict[str, Any] = {
             "providers": providers,
             "tools": tools,
@@ -1124,7 +1175,7 @@ class _Compiler:
             format_version=PLAN_FORMAT,
             workflow_name=name,
             workflow_digest=workflow_digest,
-            plan_digest=_plan_digest(name, workflow_digest, order, concurrency, tasks, requirements),
+            plan_digest=digest_of_plan(name, workflow_digest, order, concurrency, tasks, requirements),
             order=order,
             max_concurrency=concurrency,
             max_deliveries=self.spec.runtime.max_deliveries,
@@ -1138,7 +1189,10 @@ class _Compiler:
                 "plannedExpansionItems": children,
                 "plannedLoopIterations": iterations,
             },
-            actions={name: with_peers(spec["actions"][name], spec, self.asked.get(name, ())) for name in used},
+            actions={
+                name: with_peers(spec["actions"][name], spec, self.asked.get(name, ()))
+                for name in sorted({*used, *inverse})
+            },
             agents={name: self.compiled_agent(name, spec["agents"][name]) for name in agents},
             providers={name: spec["providers"][name] for name in providers},
             tools={name: spec["tools"][name] for name in tools},
@@ -1148,6 +1202,7 @@ class _Compiler:
             vars=spec["vars"],
             outputs=spec["outputs"],
             show_diff=self.spec.output.show_diff,
+            compensation=spec["compensation"],
         )
 
     def compiled_agent(self, name: str, declared: dict[str, Any]) -> dict[str, Any]:
@@ -1195,6 +1250,7 @@ class _Compiler:
             tuple(source.guards),
             None if task.route is None else route_as_json(task.route),
             instructions=source.instructions,
+            compensate=source.compensate,
         )
 
     def last_decision(self, node: _Node) -> dict[str, Any]:
@@ -1317,7 +1373,7 @@ def _validator(schema: dict[str, Any] | bool) -> Any:
     return jsonschema_rs.validator_for(schema)
 
 
-def _plan_digest(
+def digest_of_plan(
     name: str,
     workflow_digest: str,
     order: Sequence[str],

@@ -17,6 +17,7 @@ from typing import Any
 from agentctl.store import process_identity, wakeups
 from agentctl.store.canonical import loads
 from agentctl.store.clock import Clock, IdSource
+from agentctl.store.compensations import Compensations
 from agentctl.store.engine import Store, own_rss
 from agentctl.store.errors import AgentctlError, ConflictError, CorruptStore, IncompatibleVersion, RunMoved
 from agentctl.store.faults import Faults
@@ -30,6 +31,9 @@ from .rescue import Rescuer
 from .scheduler import Scheduler
 
 log = logging.getLogger(__name__)
+
+COMPENSATION_PAUSE_SECONDS = 30.0
+"""After a compensation could not be started, until it is tried again."""
 
 LOOK_SECONDS = 0.5
 """How often the dead and the runs without a driver are looked for."""
@@ -76,6 +80,7 @@ class RunDriver:
         self.run_id = run_id
         self.epoch = epoch
         self.done = False
+        self.compensation_due = False
         self._store = store
         self._driver = driver
         self._ids = ids
@@ -131,6 +136,7 @@ class RunDriver:
             self._scheduler.stopped(stopped)
         if batch.run_state is not None:
             self.done = True
+            self.compensation_due = batch.compensation_due
             return False
         return more or self._scheduler.more
 
@@ -175,13 +181,22 @@ class Coordinator:
         self._seen: tuple[int, int] | None = None
         self._aside: set[str] = set()
         self._silent_drivers: dict[str, _SilentDriver] = {}
+        self._not_before: dict[str, float] = {}
 
     @property
     def rescuer(self) -> Rescuer:
         """The rescuer of this process; supervisors use it for children that they have reaped."""
         return self._rescuer
 
-    def take(self, run: Run, *, resume: bool, plan: Plan | None = None, actor: str = "coordinator") -> bool:
+    def take(
+        self,
+        run: Run,
+        *,
+        resume: bool,
+        plan: Plan | None = None,
+        actor: str = "coordinator",
+        trace_id: str | None = None,
+    ) -> bool:
         """Become the driver of `run` as it was seen. False when somebody else was faster or it has ended."""
         epoch = self.store.take_run(
             run.run_id,
@@ -190,6 +205,7 @@ class Coordinator:
             lease_ms=self._timing.lease_ms,
             resume=resume,
             actor=actor,
+            trace_id=trace_id,
         )
         if epoch is None:
             return False
@@ -216,6 +232,8 @@ class Coordinator:
             self._rescuer.look()
             if self._adopts and not self.drain_requested:
                 self._adopt()
+                for run_id in Compensations(self.store.database, self._clock).due():
+                    self._compensate(run_id)
         version = self.store.database.data_version()
         due = self._timers_due()
         if version == self._seen and not due:
@@ -242,11 +260,29 @@ class Coordinator:
                 continue
             if driver.done:
                 del self.drivers[run_id]
+                if driver.compensation_due:
+                    self._compensate(run_id)
         if again:
             self._seen = None
         if self.on_change is not None:
             self.on_change()
         return again
+
+    def _compensate(self, run_id: str) -> None:
+        """Start the automatic compensation of a failed run; it is driven like any other. What goes wrong, stays due."""
+        now = self._clock.monotonic()
+        if now < self._not_before.get(run_id, now):
+            return
+        from .compensation import start_what_is_due
+
+        try:
+            started = start_what_is_due(self.store, self._ids, self._faults, run_id, actor=self.process_id)
+        except AgentctlError as error:
+            log.error("the compensation of %s could not be started: %s", run_id, error.message)
+            self._not_before[run_id] = now + COMPENSATION_PAUSE_SECONDS
+            return
+        if started is not None:
+            log.info("%s compensates %s", started, run_id)
 
     def _set_aside(self, run_id: str, error: AgentctlError) -> None:
         log.error("%s cannot be driven and is set aside: %s", run_id, error.message)

@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from agentctl.store.policy import Decision, Policy, decide_effect, policy_name_of
+
+if TYPE_CHECKING:
+    from .definition import Spec
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,6 +39,28 @@ EFFECTS: dict[str, EffectFacts] = {
     "a2a.delegate": EffectFacts("a2a.delegate", "remote_agent", "high"),
 }
 """Action kinds that have an effect; the others (assign, assert, memory.read) have none."""
+
+LOOKS_ONLY = frozenset({"pure", "observe", "model"})
+"""Effect classes that change nothing which could be undone (contract 5.7)."""
+
+MUTATING = frozenset(kind for kind, facts in EFFECTS.items() if facts.effect_class not in LOOKS_ONLY)
+"""Action kinds whose effect changes something: what can be compensated, and can compensate (contract 2.9)."""
+
+
+def may_mutate(spec: Spec, uses: str) -> bool:
+    """Whether a task that uses this may change something: such an action, or an agent with a tool that does.
+
+    What it names and is not there, is reported elsewhere.
+    """
+    kind, _, name = uses.partition(":")
+    if kind == "action":
+        action = spec.actions.get(name)
+        return action is None or action.kind in MUTATING
+    agent = spec.agents.get(name)
+    if kind != "agent" or agent is None:
+        return kind == "agent"
+    tools = [spec.tools[tool] for tool in agent.tools if tool in spec.tools]
+    return any(tool.effect_class not in LOOKS_ONLY for tool in tools)
 
 
 def decision_on(policy: Policy, kind: str | None, *, interactive: bool = False) -> Decision | None:

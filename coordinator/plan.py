@@ -27,6 +27,10 @@ MEMORY_WRITERS = frozenset({"builtin.memory.write", "builtin.long_term_memory.pr
 """Action kinds whose output is a change of working memory (contract 3)."""
 
 
+BY_HAND = {"onFailure": "manual", "approval": "policy"}
+"""`spec.compensation` of a document that says nothing (contract 1.3)."""
+
+
 @dataclass(frozen=True, slots=True)
 class RetryPolicy:
     """How failed attempts are followed by others (contract table, row 9). Times are in milliseconds."""
@@ -94,6 +98,8 @@ class CompiledTask:
     * `route`: of a router, its `cases` and `default`; what it selects by is `input["select"]`.
     * `instructions`: of an agent in a sub-workflow, the text with the paths that it has there; else the plan has it.
     * `loop`: of a loop aggregate, its `while` and `maxIterations`, and of the last decision the `vars` and `dataVars`.
+    * `compensate`: the declared inverse: `uses` (name of an action), `actionKind`, `input`, `retry`, `timeoutSeconds`.
+      Its templates are rendered when a compensation of the run is planned.
     """
 
     id: str
@@ -119,6 +125,7 @@ class CompiledTask:
     route: dict[str, Any] | None = None
     loop: dict[str, Any] | None = None
     instructions: str | None = None
+    compensate: dict[str, Any] | None = None
 
     def to_json(self) -> dict[str, Any]:
         """The form of contract 2.11 with this project's fields. Values are shared, not copied."""
@@ -157,6 +164,8 @@ class CompiledTask:
             data["loop"] = self.loop
         if self.instructions is not None:
             data["instructions"] = self.instructions
+        if self.compensate is not None:
+            data["compensate"] = self.compensate
         return data
 
     @staticmethod
@@ -194,6 +203,7 @@ class CompiledTask:
             data.get("route"),
             data.get("loop"),
             data.get("instructions"),
+            data.get("compensate"),
         )
 
 
@@ -205,7 +215,8 @@ class Plan:
     `agents` (each with the text of its `instructions`), `providers` and `tools` are those that tasks use;
     `memory` is the initial working memory, `inputs` the run inputs as merged at compile time, `vars` the
     workflow's variables (data, never rendered), `outputs` the templates of the run output. Both digests
-    are bare hex.
+    are bare hex. `compensation` says who starts the compensation of a failed run (`onFailure`), and whose approval its
+    effects need (`approval`).
     """
 
     format_version: int
@@ -229,6 +240,7 @@ class Plan:
     agents: dict[str, Any] = field(default_factory=dict)
     providers: dict[str, Any] = field(default_factory=dict)
     tools: dict[str, Any] = field(default_factory=dict)
+    compensation: dict[str, str] = field(default_factory=lambda: dict(BY_HAND))
 
     def to_json(self) -> dict[str, Any]:
         """The stored form. For large plans prefer `canonical_chunks`, which never holds the whole text."""
@@ -257,6 +269,7 @@ class Plan:
             "outputs": self.outputs,
             "showDiff": self.show_diff,
             **({} if not self.agents else {"agents": self.agents, "providers": self.providers, "tools": self.tools}),
+            "compensation": self.compensation,
         }
 
     def canonical_chunks(self) -> Iterator[str]:
@@ -307,12 +320,16 @@ class Plan:
             agents=data.get("agents", {}),
             providers=data.get("providers", {}),
             tools=data.get("tools", {}),
+            compensation=data.get("compensation", BY_HAND),
         )
 
 
 def keeps_artifacts(plan: Plan) -> bool:
     """Whether a task of this plan may leave artifacts, so that the run needs a store that can be written."""
-    if any(action["kind"] == "builtin.write" or action.get("artifacts") for action in plan.actions.values()):
+    used = {task.uses_name for task in plan.tasks.values() if task.uses_kind == "action"}
+    used |= {tool["action"] for tool in plan.tools.values() if tool.get("action")}
+    actions = (plan.actions[name] for name in used if name in plan.actions)
+    if any(action["kind"] == "builtin.write" or action.get("artifacts") for action in actions):
         return True
     if any(tool["kind"] == "builtin.workspace.write" for tool in plan.tools.values()):
         return True

@@ -86,7 +86,7 @@ class PlanIndex:
         task = self.tasks[position]
         schema = task.output_schema
         # Children of one expansion share these objects, and nearly all of the text.
-        parts = (task.input, task.needs, schema, task.retry, task.memory_writes, task.memory_reads)
+        parts = (task.input, task.needs, schema, task.retry, task.memory_writes, task.memory_reads, task.compensate)
         key = (*map(id, parts), task.uses_kind, task.uses_name, task.when, task.timeout_seconds, task.failure)
         known = self._shared.get(key)
         if known is None:

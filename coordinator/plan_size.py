@@ -41,6 +41,8 @@ def task_size(task: Task, variables: dict[str, Any], defaults: dict[str, Any], f
     name = 2 * len(task.id)
     own = _TASK + name + sum(map(json_size, (task.needs, variables, task.with_, task.output_schema, task.when)))
     own += json_size({key: value for key, value in defaults.items() if key not in task.with_})
+    if task.compensate is not None:
+        own += _TASK + json_size(task.compensate.with_)
     if fanout is None:
         return own
     return _TASK + name + fanout.size * (own + _CHILD + name) + _bindings_size(fanout)

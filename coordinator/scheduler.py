@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from agentctl.store.canonical import canonical, loads, text_digest
+from agentctl.store.compensations import MAPPING
 from agentctl.store.engine import BATCH_BYTES, BATCH_RESULTS, RunSnapshot
 from agentctl.store.errors import TaskFault
 from agentctl.store.records import Batch, Event, FinishedAttempt, HeldAttempt, NewAttempt, Run
@@ -116,6 +117,7 @@ class Scheduler:
         self._short: dict[int, int] = {}
         # What has finished holds its place until its batch: with it, something in the run still moves.
         self._in_flight = {a.position for a in snapshot.live if a.state != "waiting" and a.hold is None}
+        self._undoes: dict[str, Any] = inputs.get(MAPPING, _EMPTY) if run.mode == "compensation" else _EMPTY
         self._check = CheckMode(index, self.state, self.output_value) if run.mode == "check" else None
         self._left = [0] * len(self.state)
         self._open = 0
@@ -377,6 +379,9 @@ class Scheduler:
         )
         if state == "succeeded":
             batch.proofs[position] = self.index.fingerprints(position)
+        undoes = self._undoes.get(self.index.tasks[position].id)
+        if undoes is not None:
+            batch.undone.append((position, undoes["sourceEffectIds"]))
         code = None if error is None else error.get("code")
         self._move(position, state, origin, batch, digest=digest, code=code, decision=decision)
         self._open -= 1
@@ -779,6 +784,7 @@ class Scheduler:
             message = "the wall time of the run is over (runtime.budgets.maxWallTimeSeconds)"
             late = {"code": "deadline_exceeded", "message": message, "retryable": False, "taskId": None}
             batch.run_error_json = canonical(late)
+            batch.compensation_due = self._compensates_itself()
             return
         output: str | None = None
         problem: TaskFault | None = None
@@ -804,6 +810,12 @@ class Scheduler:
         else:
             batch.run_state = "succeeded"
             batch.run_output_json = output
+        batch.compensation_due = batch.run_state == "failed" and self._compensates_itself()
+
+    def _compensates_itself(self) -> bool:
+        """Whether what this run has done is undone by itself when it fails (contract 5.7)."""
+        automatic = self.index.plan.compensation["onFailure"] == "automatic"
+        return automatic and self.run.mode not in ("compensation", "check")
 
     def _run_output(self) -> str:
         """The declared outputs, or without any the outputs of all tasks by id."""

@@ -92,6 +92,8 @@ class Namespace:
             default = [self.task_id(name) for name in task.route.default]
             route = {"select": self.value(task.route.select), "cases": cases, "default": default}
             changes["route"] = task.route.model_copy(update=route)
+        if task.compensate is not None:
+            changes["compensate"] = task.compensate.model_copy(update={"with_": self.value(task.compensate.with_)})
         if task.memory_writes is not None:
             changes["memory_writes"] = [self.memory_prefix + key for key in task.memory_writes]
         return task.model_copy(update=changes)

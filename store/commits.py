@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from . import approvals, artifacts, audit, effects, holds, ledger, runs, task_queue
+from . import approvals, artifacts, audit, compensations, effects, holds, ledger, runs, task_queue
 from .canonical import canonical, text_digest
 from .database import Connection, all_rows
 from .errors import ConflictError, RunMoved
@@ -93,6 +93,10 @@ def commit_batch(
         state["reason"] = batch.run_reason
         if batch.run_output_json is not None:
             state["output"] = text_digest(batch.run_output_json)
+        if batch.compensation_due:
+            events.append(compensations.mark_due(tx, run.run_id, now=now))
+    if batch.undone:
+        compensations.conclude_batch(tx, run, batch.undone, now=now)
     audit.append(tx, run.run_id, events, actor="coordinator", now=now)
     if state:
         audit.append_checkpoint(tx, run.run_id, canonical(state), now=now)

@@ -233,7 +233,15 @@ class Store:
             return runs.task_outputs(tx, run, positions)
 
     def take_run(
-        self, run_id: str, *, driver: str, epoch: int, lease_ms: int, resume: bool = False, actor: str = "coordinator"
+        self,
+        run_id: str,
+        *,
+        driver: str,
+        epoch: int,
+        lease_ms: int,
+        resume: bool = False,
+        actor: str = "coordinator",
+        trace_id: str | None = None,
     ) -> int | None:
         """Become the driver of a run; the new epoch, or None when somebody else was faster. Durable."""
         with self.database.write(durable=True) as tx:
@@ -245,6 +253,7 @@ class Store:
                 lease_ms=lease_ms,
                 resume=resume,
                 actor=actor,
+                trace_id=trace_id,
                 now=self.clock.now(),
             )
 

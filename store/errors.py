@@ -94,7 +94,7 @@ class AlreadyTerminal(AgentctlError):
 
 
 class NotTerminal(AgentctlError):
-    """The run has not ended yet (contract 9.1)."""
+    """The run goes on: it cannot be replayed, compensated or taken as the source of another (contract 4.10)."""
 
     code = "not_terminal"
 

@@ -32,6 +32,10 @@ POINTS = (
     "before_commit",
     "after_commit",
     "before_run_end",
+    "before_replay",
+    "after_replay",
+    "before_compensation",
+    "after_compensation",
     # rescuer
     "before_rescue",
     "after_rescue",

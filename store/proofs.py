@@ -123,6 +123,7 @@ def trail_problems(tx: Connection, run: Run) -> list[str]:
     problems: list[str] = []
     told = _Told()
     expected = 0
+    trace: str | None = None
     rows = tx.execute(
         "SELECT sequence, event_type, task_id, trace_id, payload_json FROM audit_events WHERE run_id = ? "
         "ORDER BY sequence",
@@ -139,12 +140,17 @@ def trail_problems(tx: Connection, run: Run) -> list[str]:
         if not isinstance(payload, dict):
             problems.append(f"event {sequence} of the audit trail is damaged")
             continue
-        if trace_id != run.trace_id:
+        # Each resume has a trace of its own, and says which.
+        if trace is None or (kind == "run.driver" and "traceId" in payload):
+            trace = payload.get("traceId", trace_id)
+        if trace_id != trace:
             problems.append(f"event {sequence} of the audit trail belongs to another run")
         told.take(kind, task_id, payload)
     last = tx.execute("SELECT audit_sequence FROM runs WHERE run_id = ?", (run.run_id,)).fetchone()
     if last is None or last[0] != expected:
         problems.append(f"the audit trail has a gap: it ends at event {expected}")
+    if trace != run.trace_id:
+        problems.append("the audit trail belongs to another run: its last trace is not that of the run")
     problems += told.against(tx, run)
     return problems
 
@@ -164,7 +170,7 @@ class _Told:
 
     def take(self, kind: str, task_id: str | None, payload: dict[str, Any]) -> None:
         """The next event."""
-        if kind == "task.transition" and task_id is not None:
+        if kind in ("task.transition", "replay.task_recorded") and task_id is not None:
             self.tasks[task_id] = str(payload.get("to"))
         elif kind in _CREATED:
             self.created = payload

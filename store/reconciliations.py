@@ -54,7 +54,9 @@ def reconcile(tx: Connection, new: NewReconciliation, *, now: int) -> tuple[str,
         raise IncompatibleVersion(f"effect {new.effect_id} has format {version}; upgrade agentctl", run_id=run_id)
     run = runs.get(tx, run_id)
     before = latest(tx, new.effect_id)
-    _check_move(new, before, status, bool(confirmed), run_id)
+    # Sent, and never to be sent again, since its run has ended: as little is known of it as of an uncertain one.
+    lost = status in ("requested", "cancelled") and dispatches > 0 and run.ended_at is not None
+    _check_move(new, before, "uncertain" if lost else status, bool(confirmed), run_id)
     if new.status == "not_applied":
         _check_holder(tx, notes, run_id)
     if new.compensation_effect_id is not None:

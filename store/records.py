@@ -446,7 +446,8 @@ class Batch:
     running without an end. Positions are in compiled order. `abandoned` are those of `closed` that end without a result
     and may have requested what is never sent. `artifacts` are (attempt, position, manifest) of successes
     that have ingested something; `proofs` are (definition fingerprint, output-contract fingerprint) by position, of all
-    successes.
+    successes. `undone` are (position, source effects) of tasks of a compensation run that end; `compensation_due`: the
+    run fails, and its declared compensation starts by itself.
     """
 
     finals: list[tuple[Any, ...]] = field(default_factory=list)
@@ -461,6 +462,7 @@ class Batch:
     memory: list[tuple[str, int, str | None]] = field(default_factory=list)
     artifacts: list[tuple[int, int, str]] = field(default_factory=list)
     proofs: dict[int, tuple[str, str]] = field(default_factory=dict)
+    undone: list[tuple[int, list[str]]] = field(default_factory=list)
     events: list[Event] = field(default_factory=list)
     changes: list[list[Any]] = field(default_factory=list)
     stop: str | None = None
@@ -468,6 +470,7 @@ class Batch:
     run_reason: str | None = None
     run_error_json: str | None = None
     run_output_json: str | None = None
+    compensation_due: bool = False
 
     def is_empty(self) -> bool:
         """Whether there is nothing to write."""

@@ -27,7 +27,8 @@ _NEEDED = (
     "AND e.superseded = 0 AND NOT EXISTS (SELECT 1 FROM effect_reconciliations c WHERE c.effect_id = e.effect_id)) "
     "THEN 'uncertain_effect' "
     "WHEN EXISTS (SELECT 1 FROM runs o WHERE o.ended_at IS NULL AND (o.source_run_id = r.run_id "
-    "OR o.parent_run_id = r.run_id)) THEN 'source_of_a_live_run' END"
+    "OR o.parent_run_id = r.run_id)) THEN 'source_of_a_live_run' "
+    "WHEN EXISTS (SELECT 1 FROM compensations_due d WHERE d.run_id = r.run_id) THEN 'compensation_due' END"
 )
 """Why a run that has ended stays all the same, or NULL."""
 

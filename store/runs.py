@@ -297,12 +297,21 @@ def output(tx: Connection, run_id: str) -> str | None:
 
 
 def take_run(
-    tx: Connection, run_id: str, *, driver: str, epoch: int, lease_ms: int, resume: bool, actor: str, now: int
+    tx: Connection,
+    run_id: str,
+    *,
+    driver: str,
+    epoch: int,
+    lease_ms: int,
+    resume: bool,
+    actor: str,
+    trace_id: str | None = None,
+    now: int,
 ) -> int | None:
     """Become the driver of a run, from the epoch that the caller has seen; returns the new epoch.
 
     Returns None when somebody else was faster or the run has ended. A paused run is taken only with `resume`, which
-    sets it `running` again.
+    sets it `running` again. With `trace_id` what follows is told under that one (contract 4.9).
     """
     row = tx.execute(
         "SELECT state, epoch, priority, runtime_state_version, plan_format_version FROM runs WHERE run_id = ?",
@@ -316,11 +325,14 @@ def take_run(
     if current != epoch or state not in (("running", "paused") if resume else ("running",)):
         return None
     tx.execute(
-        "UPDATE runs SET driver = ?, epoch = epoch + 1, driver_lease_expires_at = ?, updated_at = ? "
-        "WHERE run_id = ? AND epoch = ?",
-        (driver, now + lease_ms, now, run_id, epoch),
+        "UPDATE runs SET driver = ?, epoch = epoch + 1, driver_lease_expires_at = ?, updated_at = ?, "
+        "trace_id = COALESCE(?, trace_id) WHERE run_id = ? AND epoch = ?",
+        (driver, now + lease_ms, now, trace_id, run_id, epoch),
     )
-    events = [Event("run.driver", None, canonical({"driver": driver, "epoch": epoch + 1}))]
+    payload: dict[str, object] = {"driver": driver, "epoch": epoch + 1}
+    if trace_id is not None:
+        payload["traceId"] = trace_id
+    events = [Event("run.driver", None, canonical(payload))]
     if state == "paused":
         tx.execute(
             "UPDATE runs SET state = 'running', reason = NULL, pause_requested_at = NULL, pause_reason = NULL, "

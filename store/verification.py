@@ -13,7 +13,7 @@ from . import audit, proofs, runs
 from .artifacts import Artifacts
 from .canonical import text_digest
 from .database import Connection, Database, all_rows
-from .errors import AgentctlError, NotFoundError
+from .errors import AgentctlError, CorruptStore, NotFoundError
 from .migrate import LATEST
 from .records import Run
 from .states import RUN_FINAL
@@ -38,13 +38,7 @@ def verify(database: Database, artifacts: Artifacts | None) -> dict[str, Any]:
     checked = 0
     for run_id in run_ids:
         try:
-            with database.read() as tx:
-                found += [(run_id, message) for message in _run_problems(tx, run_id)]
-            # What never changes once it is written needs no common snapshot with the rest.
-            with database.read() as tx:
-                found += [(run_id, message) for message in proofs.effect_problems(tx, run_id)]
-            with database.read() as tx:
-                found += [(run_id, message) for message in proofs.document_problems(tx, run_id)]
+            found += [(run_id, message) for message in problems_of(database, run_id)]
             checked += 1
         except NotFoundError:
             continue  # it was removed meanwhile
@@ -63,6 +57,30 @@ def verify(database: Database, artifacts: Artifacts | None) -> dict[str, Any]:
         "problemCount": len(found),
         "artifacts": report,
     }
+
+
+def problems_of(database: Database, run_id: str) -> list[str]:
+    """What does not fit in one run, in words; its artifacts are left out. Raises `CorruptStore` for a broken chain."""
+    with database.read() as tx:
+        found = _run_problems(tx, run_id)
+    # What never changes once it is written needs no common snapshot with the rest.
+    with database.read() as tx:
+        found += proofs.effect_problems(tx, run_id)
+    with database.read() as tx:
+        found += proofs.document_problems(tx, run_id)
+    return found
+
+
+def require_sound(database: Database, run_id: str) -> None:
+    """Raise `CorruptStore` unless a run that others are to be made from is what it says."""
+    found = problems_of(database, run_id)
+    if found:
+        more = f", and {len(found) - 1} more" if len(found) > 1 else ""
+        raise CorruptStore(
+            f"{run_id} is damaged: {found[0]}{more}; nothing was made from it",
+            remedy="`agentctl db verify` tells all of it; take the database from a backup",
+            run_id=run_id,
+        )
 
 
 def _run_problems(tx: Connection, run_id: str) -> list[str]:

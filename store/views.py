@@ -426,6 +426,18 @@ def _lineage(tx: Connection, run_id: str) -> Any:
     return None if row is None else _value(row[0])
 
 
+def _derived(tx: Connection, run_id: str) -> list[dict[str, Any]]:
+    """Runs that were made from this one, oldest first."""
+    return [
+        {"runId": name, "mode": mode, "state": state, "createdAt": created_at}
+        for name, mode, state, created_at in tx.execute(
+            "SELECT run_id, mode, state, created_at FROM runs WHERE source_run_id = ?1 UNION "
+            "SELECT run_id, mode, state, created_at FROM runs WHERE parent_run_id = ?1 ORDER BY created_at, run_id",
+            (run_id,),
+        )
+    ]
+
+
 def _list_runs(tx: Connection, *, limit: int, state: str | None, cursor: str | None) -> dict[str, Any]:
     conditions, arguments = [], []
     if state is not None:
@@ -468,6 +480,7 @@ def _status(tx: Connection, run: Run, *, now: int) -> dict[str, Any]:
     return {
         **_summary(run, counts),
         "lineage": _lineage(tx, run.run_id),
+        "derivedRuns": _derived(tx, run.run_id),
         "traceId": run.trace_id,
         "priority": run.priority,
         "deadlineAt": run.deadline_at,
@@ -704,6 +717,8 @@ def _unmet(tx: Connection, run: Run, task_ids: Sequence[str]) -> dict[str, tuple
         earlier = [open_positions[position] for position in after if position in open_positions]
         if unmet:
             found[task_id] = ("needs", "waits for " + _names(unmet))
+        elif earlier and run.mode == "compensation":
+            found[task_id] = ("needs", "what was done later is undone first: waits for " + _names(earlier))
         elif earlier:
             found[task_id] = ("memory", "uses working memory after " + _names(earlier))
     return found
@@ -761,8 +776,8 @@ def _run_record(tx: Connection, run: Run) -> dict[str, Any]:
         else:
             memory[key] = json.loads(value)
     head = tx.execute(
-        "SELECT runtime_state_version, plan_format_version, idempotency_key, cancel_reason, pause_reason "
-        "FROM runs WHERE run_id = ?",
+        "SELECT runtime_state_version, plan_format_version, idempotency_key, cancel_reason, pause_reason, "
+        "lineage_json FROM runs WHERE run_id = ?",
         (run.run_id,),
     ).fetchone()
     assert head is not None  # the same snapshot has just shown the row
@@ -789,6 +804,7 @@ def _run_record(tx: Connection, run: Run) -> dict[str, Any]:
         "parentRunId": run.parent_run_id,
         "sourceRunId": run.source_run_id,
         "lineage": _lineage(tx, run.run_id),
+        "derivedRuns": _derived(tx, run.run_id),
         "cancellationRequested": run.cancel_requested_at is not None,
         "cancelRequestedAt": run.cancel_requested_at,
         "cancelReason": head[3],

@@ -89,6 +89,7 @@ class RunSettings:
     check: bool
     long_term: dict[str, Any] | None
     models: dict[str, Any] | None
+    force_effect: bool
 
 
 def work_of(
@@ -113,6 +114,7 @@ def work_of(
         show_diff=settings.show_diff,
         workspace=settings.workspace,
         long_term=settings.long_term,
+        force_effect=settings.force_effect,
     )
 
 
@@ -259,6 +261,7 @@ class AttemptRunner:
                 bool(data.get("check", False)),
                 data.get("longTerm"),
                 data.get("models"),
+                bool(data.get("forceEffect", False)),
             )
             run_secrets.learn(data, policy, workspace)
             self._known[run_id] = settings

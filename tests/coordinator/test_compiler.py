@@ -528,3 +528,30 @@ def test_large_plans_compile_in_time(tmp_path: Path, build: Build) -> None:
     Plan.from_json(data)
     # Measured 1.1 s, 0.4 s and 0.1 s; the bounds leave room for a busy machine.
     assert (plain < 10, children < 10, time.perf_counter() - start < 5) == (True, True, True)
+
+
+def test_a_compensation_is_compiled_with_its_task(build: Callable[..., Plan]) -> None:
+    plan = build(
+        ACTIONS
+        + """  tasks:
+    - id: each
+      uses: action:sh
+      foreach: {items: [a, b]}
+      with: {args: ["${{ vars.item }}"]}
+      compensate: {uses: action:sh, with: {args: ["${{ vars.item }}", "${{ tasks.last.output.output }}"]}}
+    - {id: last, uses: action:set, needs: [each]}
+"""
+    )
+    children = [task for task in plan.tasks.values() if task.expansion is not None]
+    assert [task.compensate for task in children] == 2 * [
+        {
+            "uses": "sh",
+            "actionKind": "builtin.shell.exec",
+            "input": {"args": ["${{ vars.item }}", "${{ tasks.last.output.output }}"]},
+            "retry": {"maxAttempts": 1, "backoffMs": 0, "backoffMultiplier": 1.0, "maxBackoffMs": 60000},
+            "timeoutSeconds": 7,
+        }
+    ]
+    assert all(task.compensate is None for task in plan.tasks.values() if task.expansion is None)
+    assert Plan.from_json(json.loads("".join(plan.canonical_chunks()))) == plan
+    assert plan.compensation == {"onFailure": "manual", "approval": "policy"}

@@ -146,8 +146,16 @@ SPECS = [
     ("unsupported_capability", "spec.packs", "§packs: [{name: p, version: '1'}]\n  tasks: [{id: a, uses: action:set}]"),
     ("schema_violation", "spec.runtime.budgets.maxTasks", "runtime: {budgets: {maxTasks: §2}}\n  tasks: [{id: a, uses: action:set, foreach: {items: [1, 2]}}]"),
     ("schema_violation", "spec.runtime.budgets.maxExpansionItems", "runtime: {budgets: {maxExpansionItems: §1}}\n  tasks: [{id: a, uses: action:set, foreach: {items: [1, 2]}}]"),
-    ("unsupported_capability", "spec.compensation.onFailure", "compensation: {§onFailure: automatic}\n  tasks: [{id: a, uses: action:set}]"),
-    ("unsupported_capability", "spec.tasks[0].compensate", "tasks: [{id: a, uses: action:write, with: {path: x, content: y}, §compensate: {uses: action:write}}]"),
+    # compensation
+    ("unsupported_capability", "spec.tasks[0].compensate", "tasks: [{id: a, uses: action:set, §compensate: {uses: action:write, with: {path: x, content: y}}}]"),
+    ("unsupported_capability", "spec.tasks[1].compensate", "tasks: [{id: b, uses: action:set, needs: [a]}, {id: a, uses: router, §compensate: {uses: action:write}, route: {select: '${{ inputs.x }}', cases: [{equals: 1, tasks: [b]}]}}]"),
+    ("missing_reference", "spec.tasks[0].compensate.uses", "tasks: [{id: a, uses: action:write, with: {path: x, content: y}, compensate: {uses: §action:nope}}]"),
+    ("unsupported_capability", "spec.tasks[0].compensate.uses", "tasks: [{id: a, uses: action:write, with: {path: x, content: y}, compensate: {uses: §action:set}}]"),
+    ("unsupported_capability", "spec.tasks[0].compensate.uses", "tasks: [{id: a, uses: action:write, with: {path: x, content: y}, compensate: {uses: §action:read, with: {path: x}}}]"),
+    ("schema_violation", "spec.tasks[0].compensate.with.content", "tasks: [{id: a, uses: action:write, with: {path: x, content: y}, compensate: {uses: action:write, with: §{path: x}}}]"),
+    ("schema_violation", "spec.tasks[0].compensate.with.paht", "tasks: [{id: a, uses: action:write, with: {path: x, content: y}, compensate: {uses: action:write, with: {path: x, content: z, §paht: y}}}]"),
+    ("missing_reference", "spec.tasks[0].compensate.with.path", "tasks: [{id: a, uses: action:write, with: {path: x, content: y}, compensate: {uses: action:write, with: {path: §'${{ tasks.b.output.path }}', content: z}}}]"),
+    ("invalid_template", "spec.tasks[0].compensate.with.path", "tasks: [{id: a, uses: action:write, with: {path: x, content: y}, compensate: {uses: action:write, with: {path: §'${{ env.A }}', content: z}}}]"),
     ("missing_reference", "spec.tasks[0].uses", "tasks: [{id: a, uses: §agent:g}]"),
     # routers
     ("schema_violation", "spec.tasks[0]", "tasks: [§{id: a, uses: router}]"),

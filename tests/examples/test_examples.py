@@ -463,6 +463,23 @@ def _extension(field: Field, run: Callable[..., Any]) -> None:
     assert field.json("inspect", "@latest").data["effects"] == []
 
 
+def _compensation(field: Field, run: Callable[..., Any]) -> None:
+    result = field.json("run", "compensation.yaml")
+    assert (result.code, result.data["error"]["taskId"]) == (4, "verify")
+    source = result.data["runId"]
+    target = field.folder / "artifacts" / "provisioned.txt"
+    assert target.read_text() == "provisioned"
+    [planned] = field.json("compensate", source, "--plan").data["tasks"]
+    assert (planned["sourceTaskId"], planned["action"]) == ("provision", "write")
+    assert target.read_text() == "provisioned"
+    assert field.json("compensate", source).code == 0
+    assert target.read_text() == "compensated"
+    [said] = field.json("effects", "inspect", planned["sourceEffectIds"][0]).data["reconciliations"]
+    assert said["status"] == "compensated"
+    again = field.json("compensate", source, "--plan")
+    assert (again.code, again.data["tasks"]) == (0, [])
+
+
 PROMISES: dict[str, Callable[[Field, Callable[..., Any]], None]] = {
     "hello.yaml": _hello,
     "dataflow.yaml": _dataflow,
@@ -496,6 +513,7 @@ PROMISES: dict[str, Callable[[Field, Callable[..., Any]], None]] = {
     "a2a.yaml": _a2a,
     "operational-workflow.yaml": _operational,
     "extension.yaml": _extension,
+    "compensation.yaml": _compensation,
 }
 REFUSED = {"capability-failure.yaml": ("unsupported_capability", "spec.agents.thinker.reasoning")}
 """Examples of what is found before anything runs."""

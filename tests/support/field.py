@@ -398,7 +398,13 @@ class Field:
     def change(self, sql: str, *values: Any) -> None:
         """Change the database by hand, as a person with a shell might."""
         with contextlib.closing(sqlite3.connect(self.database, timeout=30)) as connection, connection:
+            connection.execute("PRAGMA foreign_keys = ON")
             assert connection.execute(sql, values).rowcount != 0, "nothing was changed"
+
+    def change_schema(self, sql: str) -> None:
+        """The same for a statement that changes no row: to take a guard away before a change."""
+        with contextlib.closing(sqlite3.connect(self.database, timeout=30)) as connection, connection:
+            connection.execute(sql)
 
     def workers(self, *states: str) -> list[WorkerRow]:
         """The workers that are alive, by name."""

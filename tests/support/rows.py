@@ -35,6 +35,7 @@ TABLES = [
     "artifact_ingests",
     "artifact_refs",
     "long_term_memory",
+    "compensations_due",
 ]
 
 

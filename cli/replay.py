@@ -1,0 +1,31 @@
+"""The verb that makes a run of what another has recorded (contract 9.5)."""
+
+from __future__ import annotations
+
+from contextlib import closing
+
+import click
+from agentctl.store.faults import Faults
+
+from .main import Settings, Verb, pass_settings
+from .render import Printer
+from .run import ACTOR, open_store, print_outcome, views_of
+
+
+@click.command(cls=Verb)
+@click.argument("run_name", metavar="RUN")
+@pass_settings
+@click.pass_context
+def replay(context: click.Context, settings: Settings, run_name: str) -> None:
+    """Make a new run of what a run that has ended has recorded: outputs, errors, states, memory, artifacts.
+
+    Nothing is executed, and nothing but the database is needed. A source that is damaged is refused (exit 5). Exit by
+    the state of the source: 0 succeeded, 4 failed, 130 cancelled.
+    """
+    from agentctl.coordinator.replaying import replay as make_replay
+    from agentctl.store.clock import SystemIds
+
+    with closing(open_store(settings)) as store:
+        source_id = views_of(store).find_run(run_name)
+        run_id = make_replay(store, source_id, SystemIds(store.clock), actor=ACTOR, faults=Faults.from_environment())
+        context.exit(print_outcome(Printer(settings), store, run_id))

@@ -1,0 +1,334 @@
+"""Compensation: what a run has done, what of it was undone, the run that undoes it, and its conclusions (contract 5.7).
+
+Functions that take `tx` belong to the caller's transaction; the methods of `Compensations` are verbs: one transaction
+each (`settle`: one for some conclusions), which may be run again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from hashlib import sha256
+from typing import Any
+
+from . import audit, reconciliations, runs
+from .canonical import canonical, loads
+from .clock import Clock
+from .database import Connection, Database, all_rows
+from .errors import NotTerminal, RunMoved
+from .records import Event, NewReconciliation, NewRun, Run, RunDocuments, record
+
+ACTOR = "agentctl-runtime"
+"""Who concludes that an effect was compensated, when a declared inverse was confirmed."""
+
+MAPPING = "__agentctlCompensation"
+"""The input of a compensation run that says which task undoes which effects."""
+
+CONCLUSIONS = 500
+"""How many conclusions `settle` appends in one transaction."""
+
+_LATEST = (
+    "(SELECT c.{column} FROM effect_reconciliations c WHERE c.effect_id = {effect} "
+    "ORDER BY c.created_at DESC, c.reconciliation_no DESC LIMIT 1)"
+)
+
+
+@record
+class EffectFact:
+    """An effect as far as its compensation is concerned.
+
+    `reconciled` is the conclusion that counts, `inverse` the effect that has undone it according to that conclusion,
+    and `inverse_reconciled` what was concluded about that one.
+    """
+
+    effect_id: str
+    task_id: str
+    ordinal: int
+    operation: str
+    effect_class: str
+    status: str
+    confirmed: bool
+    dispatches: int
+    reconciled: str | None
+    inverse: str | None
+    inverse_reconciled: str | None
+
+    @property
+    def happened(self) -> bool:
+        """Whether it is known to have had its effect."""
+        return self.reconciled == "applied" or (self.reconciled is None and self.confirmed)
+
+
+@record
+class EarlierRun:
+    """A compensation run of the source. `mapping` is task to the source effects that it undoes."""
+
+    run_id: str
+    state: str
+    ended: bool
+    mapping: dict[str, list[str]]
+    effects: list[EffectFact]
+
+
+@record
+class CompensationSource:
+    """Everything that the plan of a compensation depends on, from one snapshot.
+
+    `outputs` are texts by task, `memory` the final values as texts. `basis` stands for what may change: the number of
+    compensation runs, and the last conclusion about an effect of any of these runs.
+    """
+
+    run: Run
+    documents: RunDocuments
+    outputs: dict[str, str]
+    memory: dict[str, str]
+    effects: list[EffectFact]
+    earlier: list[EarlierRun]
+    basis: tuple[int, int]
+
+
+class Compensations:
+    """The verbs of compensation on one database connection. Belongs to the thread of its `Database`."""
+
+    def __init__(self, database: Database, clock: Clock) -> None:
+        self._database = database
+        self._clock = clock
+
+    def source(self, run_id: str) -> CompensationSource:
+        """What there is to know of a run that has ended.
+
+        Raises `NotFoundError`, `NotTerminal`, `IncompatibleVersion`.
+        """
+        with self._database.read() as tx:
+            run = runs.get(tx, run_id)
+            if run.ended_at is None:
+                raise NotTerminal(
+                    f"{run_id} has not ended: it is {run.state}",
+                    remedy=f"wait for its end, or end it with `agentctl cancel {run_id}`",
+                    run_id=run_id,
+                )
+            runs.refuse_future_records(tx, run_id)
+            earlier = list(_earlier(tx, run_id))
+            memory: dict[str, str] = {}
+            for key, _, value in runs.memory_rows(tx, run_id):
+                if value is None:
+                    memory.pop(key, None)
+                else:
+                    memory[key] = value
+            return CompensationSource(
+                run,
+                runs.documents(tx, run_id),
+                dict(
+                    all_rows(
+                        tx.execute(
+                            "SELECT task_id, output_json FROM tasks WHERE task_no BETWEEN ? AND ? "
+                            "AND output_json IS NOT NULL",
+                            (run.first_task, run.first_task + run.task_count - 1),
+                        )
+                    )
+                ),
+                memory,
+                # What a run in check mode records of itself has changed nothing outside.
+                [] if run.mode == "check" else _effects(tx, run),
+                earlier,
+                _basis(tx, run_id),
+            )
+
+    def settle(self, source: CompensationSource) -> int:
+        """Conclude `compensated` of every source effect whose inverse is known to have happened; how many. Durable.
+
+        The batch of a compensation run does so itself; what is left are inverse effects that a person has reconciled
+        after the end of their run.
+        """
+        open_effects = {effect.effect_id for effect in source.effects if effect.happened}
+        found: list[tuple[str, str, str, str]] = []
+        for earlier in source.earlier:
+            for inverse in earlier.effects:
+                if inverse.happened:
+                    for effect_id in earlier.mapping.get(inverse.task_id, ()):
+                        if effect_id in open_effects:
+                            open_effects.discard(effect_id)
+                            found.append((earlier.run_id, inverse.task_id, inverse.effect_id, effect_id))
+        done = 0
+        for at in range(0, len(found), CONCLUSIONS):
+            with self._database.write(durable=True) as tx:
+                for run_id, task_id, inverse_id, effect_id in found[at : at + CONCLUSIONS]:
+                    done += _conclude(tx, run_id, source.run.run_id, task_id, inverse_id, effect_id, self._clock.now())
+        return done
+
+    def create(self, new: NewRun, basis: tuple[int, int], *, automatic: bool, everything: bool) -> str:
+        """Create the run that undoes what `new.source_run_id` has done; its id. Durable.
+
+        Raises `RunMoved`, with nothing written, when something has changed since `basis` was seen, or when another
+        compensation of the source has not ended. With `automatic` also when nobody has to start it any more.
+        `everything`: it undoes all that can be undone, so nobody has to start another one.
+        """
+        source_id = new.source_run_id or ""
+        digests = runs.document_digests(new.workflow_json, new.plan_json, new.inputs_json, new.settings_json)
+        with self._database.write(durable=True) as tx:
+            now = self._clock.now()
+            if _basis(tx, source_id) != basis:
+                raise RunMoved(f"what is known of {source_id} has changed since this plan was made", run_id=source_id)
+            if in_progress(tx, source_id) is not None:
+                raise RunMoved(f"another compensation of {source_id} has not ended", run_id=source_id)
+            was_due = False
+            if automatic or everything:
+                tx.execute("DELETE FROM compensations_due WHERE run_id = ?", (source_id,))
+                was_due = tx.changes() == 1
+            if automatic and not was_due:
+                raise RunMoved(f"the compensation of {source_id} was started by somebody else", run_id=source_id)
+            runs.create_run(tx, new, digests, now=now)
+            payload = {"automatic": automatic, "compensationRunId": new.run_id, "tasks": len(new.task_ids)}
+            events = [Event("compensation.created", None, canonical(payload))]
+            audit.append(tx, source_id, events, actor=new.actor, now=now)
+        return new.run_id
+
+    def due(self) -> list[str]:
+        """Failed runs whose automatic compensation nobody has started yet, oldest first."""
+        with self._database.read() as tx:
+            return [row[0] for row in tx.execute("SELECT run_id FROM compensations_due ORDER BY created_at, run_id")]
+
+    def is_due(self, run_id: str) -> bool:
+        """Whether the automatic compensation of this run has to be started yet."""
+        with self._database.read() as tx:
+            return tx.execute("SELECT 1 FROM compensations_due WHERE run_id = ?", (run_id,)).fetchone() is not None
+
+    def give_up(self, run_id: str, *, blocked: int, actor: str) -> None:
+        """There is nothing that an automatic compensation could undo (`blocked`: not without a person). Durable."""
+        with self._database.write(durable=True) as tx:
+            tx.execute("DELETE FROM compensations_due WHERE run_id = ?", (run_id,))
+            if tx.changes():
+                events = [Event("compensation.skipped", None, canonical({"blocked": blocked}))]
+                audit.append(tx, run_id, events, actor=actor, now=self._clock.now())
+
+    def started_by(self, run_id: str) -> str | None:
+        """The automatic compensation run of a run, or None; the first one if there were several."""
+        with self._database.read() as tx:
+            row = tx.execute(
+                "SELECT run_id FROM runs WHERE source_run_id = ? AND mode = 'compensation' "
+                "AND json_extract(lineage_json, '$.automatic') = 1 ORDER BY created_at, run_id LIMIT 1",
+                (run_id,),
+            ).fetchone()
+        return row[0] if row else None
+
+    def tasks_by_state(self, run_id: str) -> list[tuple[str, str]]:
+        """(source task, state) of the tasks of a compensation run, in its order."""
+        with self._database.read() as tx:
+            run = runs.get(tx, run_id)
+            mapping = loads(runs.documents(tx, run_id).inputs_json)[MAPPING]
+            return [(mapping[row.task_id]["sourceTaskId"], row.state) for row in runs.task_rows(tx, run)]
+
+
+# -- inside a transaction ----------------------------------------------------------------------------------------------
+
+
+def mark_due(tx: Connection, run_id: str, *, now: int) -> Event:
+    """Its declared compensation has to be started; part of the transaction that ends the run."""
+    tx.execute("INSERT INTO compensations_due VALUES (?, ?)", (run_id, now))
+    return Event("compensation.due", None, "{}")
+
+
+def in_progress(tx: Connection, source_id: str) -> str | None:
+    """The compensation run of a source that has not ended, or None."""
+    row = tx.execute(
+        "SELECT run_id FROM runs WHERE source_run_id = ? AND mode = 'compensation' AND ended_at IS NULL LIMIT 1",
+        (source_id,),
+    ).fetchone()
+    return row[0] if row else None
+
+
+def conclude_batch(tx: Connection, run: Run, undone: Sequence[tuple[int, Sequence[str]]], *, now: int) -> None:
+    """Tasks of a compensation run have ended (position, source effects): what their inverse effects have undone."""
+    for position, effect_ids in undone:
+        row = tx.execute(
+            "SELECT e.effect_id, e.task_id FROM attempts a JOIN effects e ON e.attempt_id = a.attempt_id "  # noqa: S608
+            "WHERE a.task_no = ? AND e.effect_class NOT IN ('pure', 'observe', 'model') AND "
+            f"(e.confirmed = 1 OR {_LATEST.format(column='status', effect='e.effect_id')} = 'applied') "
+            "ORDER BY a.number DESC, e.ordinal DESC LIMIT 1",
+            (run.first_task + position,),
+        ).fetchone()
+        if row is None:
+            continue
+        for effect_id in effect_ids:
+            _conclude(tx, run.run_id, run.source_run_id or "", row[1], row[0], effect_id, now)
+
+
+def _conclude(
+    tx: Connection, run_id: str, source_id: str, task_id: str, inverse_id: str, effect_id: str, now: int
+) -> bool:
+    """Append `compensated` to a source effect, if that is still to be said. The source may be gone."""
+    row = tx.execute("SELECT run_id, confirmed FROM effects WHERE effect_id = ?", (effect_id,)).fetchone()
+    if row is None or row[0] != source_id:
+        return False
+    before = reconciliations.latest(tx, effect_id)
+    if not (bool(row[1]) if before is None else before[1] == "applied"):
+        return False
+    evidence = {
+        "source": "declared-compensation",
+        "sourceRunId": source_id,
+        "compensationRunId": run_id,
+        "compensationTaskId": task_id,
+    }
+    new = NewReconciliation(
+        # Named by what it is about, so that it cannot be said twice.
+        reconciliation_id="reconciliation-" + sha256(f"{effect_id}\0{inverse_id}".encode()).hexdigest()[:32],
+        effect_id=effect_id,
+        status="compensated",
+        actor=ACTOR,
+        reason=f"undone by task {task_id} of {run_id}",
+        evidence_json=canonical(evidence),
+        authorization_json=canonical(
+            {"kind": "policy_allow", "reason": "the inverse effect was allowed", "explicitApproval": False}
+        ),
+        compensation_effect_id=inverse_id,
+    )
+    reconciliations.reconcile(tx, new, now=now)
+    return True
+
+
+def _basis(tx: Connection, run_id: str) -> tuple[int, int]:
+    row = tx.execute(
+        "SELECT (SELECT COUNT(*) FROM runs WHERE source_run_id = ?1 AND mode = 'compensation'), "
+        "(SELECT COALESCE(MAX(reconciliation_no), 0) FROM effect_reconciliations WHERE run_id = ?1 OR run_id IN "
+        "(SELECT run_id FROM runs WHERE source_run_id = ?1 AND mode = 'compensation'))",
+        (run_id,),
+    ).fetchone()
+    assert row is not None  # it has no FROM
+    return row[0], row[1]
+
+
+def _earlier(tx: Connection, run_id: str) -> Iterator[EarlierRun]:
+    ids = all_rows(
+        tx.execute(
+            "SELECT run_id FROM runs WHERE source_run_id = ? AND mode = 'compensation' ORDER BY created_at, run_id",
+            (run_id,),
+        )
+    )
+    for (name,) in ids:
+        run = runs.get(tx, name)
+        runs.refuse_future_records(tx, name)
+        mapping: dict[str, Any] = loads(runs.documents(tx, name).inputs_json)[MAPPING]
+        yield EarlierRun(
+            name,
+            run.state,
+            run.ended_at is not None,
+            {task: item["sourceEffectIds"] for task, item in mapping.items()},
+            _effects(tx, run),
+        )
+
+
+def _effects(tx: Connection, run: Run) -> list[EffectFact]:
+    """All effects of a run that may have changed something, in the order of task, attempt and ordinal."""
+    status = _LATEST.format(column="status", effect="e.effect_id")
+    inverse = _LATEST.format(column="compensation_effect_id", effect="e.effect_id")
+    said = _LATEST.format(column="status", effect=inverse)
+    return [
+        EffectFact(name, task, ordinal, operation, kind, state, bool(confirmed), dispatches, *said_of)
+        for name, task, ordinal, operation, kind, state, confirmed, dispatches, *said_of in tx.execute(
+            "SELECT e.effect_id, e.task_id, e.ordinal, e.operation, e.effect_class, e.status, e.confirmed, "  # noqa: S608
+            f"e.dispatches, {status}, {inverse}, {said} "
+            "FROM attempts a JOIN effects e ON e.attempt_id = a.attempt_id "
+            "WHERE a.task_no BETWEEN ? AND ? AND a.run_id = ? AND e.effect_class NOT IN ('pure', 'observe', 'model') "
+            "ORDER BY a.task_no, a.number, e.ordinal",
+            (run.first_task, run.first_task + run.task_count - 1, run.run_id),
+        )
+    ]
