@@ -216,6 +216,7 @@ _VERBS: dict[str, tuple[str, str, str]] = {
     "runs": ("show", "runs", "List runs."),
     "memory": ("memory", "memory", "Long-term memory: get, put, search, reindex."),
     "workers": ("workers", "workers", "Start, list, drain and stop workers."),
+    "worker": ("workers", "worker", "Start one worker alone."),
     "coordinator": ("workers", "coordinator", "Start a coordinator alone."),
     "version": ("misc", "version", "Show the version."),
     "completion": ("misc", "completion", "Print a completion script for a shell."),

@@ -3,15 +3,45 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from contextlib import closing
+from typing import Any, TypeVar
 
 import click
+from agentctl.store.recycling import Limits
 
+from .amounts import Duration, Size
 from .main import Seconds, Settings, VerbGroup, pass_settings
 from .render import Printer, clean, size, warn
 from .run import open_store, views_of
 
 DEFAULT_DRAIN_SECONDS = 30.0
+SMALLEST_RSS = 64 << 20
+"""A worker that has just begun uses about half of it."""
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+
+def _care_options(function: F) -> F:
+    """What every process that works for long can be told: when to be renewed, how long a drain may take."""
+    for option in (
+        click.option(
+            "--max-rss", type=Size(SMALLEST_RSS), metavar="SIZE", help="Renew a worker that uses more memory: 512M."
+        ),
+        click.option("--max-age", type=Duration(), metavar="TIME", help="Renew a worker that is older: 12h."),
+        click.option(
+            "--max-tasks", type=click.IntRange(min=1), metavar="N", help="Renew a worker after so many attempts."
+        ),
+        click.option(
+            "--drain-seconds",
+            type=Seconds(min=0),
+            default=DEFAULT_DRAIN_SECONDS,
+            metavar="S",
+            help="How long running commands may go on after SIGTERM (30).",
+        ),
+    ):
+        function = option(function)
+    return function
 
 
 def _cores() -> int:
@@ -27,13 +57,7 @@ def workers() -> None:
 @click.option("-n", "--count", type=click.IntRange(1, 1024), metavar="N", help="How many workers; else one per core.")
 @click.option("--name", metavar="NAME", help="Name of the pool; its workers are NAME-1, NAME-2, ...")
 @click.option("--no-coordinator", is_flag=True, help="Only workers: another process drives the runs.")
-@click.option(
-    "--drain-seconds",
-    type=Seconds(min=0),
-    default=DEFAULT_DRAIN_SECONDS,
-    metavar="S",
-    help="How long running commands may go on after SIGTERM (30).",
-)
+@_care_options
 @pass_settings
 @click.pass_context
 def workers_start(
@@ -43,10 +67,16 @@ def workers_start(
     name: str | None,
     no_coordinator: bool,
     drain_seconds: float,
+    max_tasks: int | None,
+    max_age: float | None,
+    max_rss: int | None,
 ) -> None:
     """Start a pool of workers here and keep it alive until SIGTERM or SIGINT.
 
     The first signal drains it, a second one ends it hard. Exit: 0 drained, 3 forced, 5 could not start.
+
+    A worker that reaches --max-tasks, --max-age or --max-rss ends after the attempt that it has, and another takes its
+    place. Their limits differ by up to a tenth, so that they do not all go at once.
     """
     from .pool import start_workers
 
@@ -58,14 +88,19 @@ def workers_start(
         name=name,
         coordinator=not no_coordinator,
         drain_seconds=drain_seconds,
+        limits=Limits(max_tasks, max_age, max_rss),
     )
+    _tell_end(settings, code, "the pool")
+    context.exit(code)
+
+
+def _tell_end(settings: Settings, code: int, who: str) -> None:
     if code:
         warn(
             settings,
-            "the pool was ended hard: commands that still ran were ended with it. What may be repeated is ready again; "
+            f"{who} was ended hard: commands that still ran were ended with it. What may be repeated is ready again; "
             "`agentctl effects list --uncertain` shows the rest",
         )
-    context.exit(code)
 
 
 @workers.command("list")
@@ -144,6 +179,40 @@ def workers_stop(settings: Settings, hard: bool) -> None:
             out.line(f"{'ended' if hard else 'asked to stop'}: {who}pid {process['pid']}")
 
     Printer(settings).result("PoolStop", {"hard": hard, "signalled": told}, human)
+
+
+@click.group(cls=VerbGroup)
+def worker() -> None:
+    """Start one worker alone."""
+
+
+@worker.command("start")
+@click.option("--name", metavar="NAME", default="worker", help="Its name in `workers list` (worker).")
+@_care_options
+@pass_settings
+@click.pass_context
+def worker_start(
+    context: click.Context,
+    settings: Settings,
+    name: str,
+    drain_seconds: float,
+    max_tasks: int | None,
+    max_age: float | None,
+    max_rss: int | None,
+) -> None:
+    """Be one worker, in this process, until SIGTERM or SIGINT: for a service manager with one unit for each worker.
+
+    It works like one of a pool; a coordinator drives the runs elsewhere, and rescues what it held when it dies.
+    The first signal drains it, a second one ends it hard. Exit: 0 drained, 3 forced, 5 could not start.
+    """
+    from .pool import start_worker
+
+    open_store(settings, create=True).close()
+    code = start_worker(
+        settings.database, name=name, drain_seconds=drain_seconds, limits=Limits(max_tasks, max_age, max_rss)
+    )
+    _tell_end(settings, code, "the worker")
+    context.exit(code)
 
 
 @click.group(cls=VerbGroup)

@@ -1,8 +1,12 @@
 """A worker process: claim, execute, finish with the next claim, sleep when there is nothing (architecture 3, 4).
 
-It holds one attempt at a time. It lives in a session of its own, so a terminal's Ctrl-C and Ctrl-Z do not reach it. The
-first SIGTERM, a drain request in the database, or the end of its supervisor lets it finish what runs and take nothing
-new; a second SIGTERM, or SIGQUIT, ends the running effect hard.
+It holds one attempt at a time. The first SIGTERM, a drain request in the database, or the end of its supervisor lets it
+finish what runs and take nothing new; a second SIGTERM, or SIGQUIT, ends the running effect hard.
+
+A worker of a pool lives in a session of its own, so a terminal's Ctrl-C and Ctrl-Z do not reach it. Its supervisor asks
+it to drain with a signal of its own (`DRAIN_SIGNAL`), which counts once however often it comes. A worker alone
+(`worker_alone`, one unit of a service manager) behaves the same; it keeps its drain limit itself, tells the manager how
+it does, and renews its own process where a supervisor would replace it.
 """
 
 from __future__ import annotations
@@ -33,6 +37,8 @@ from agentctl.store.records import (
     ProcessRow,
     StartedEffect,
 )
+from agentctl.store.recycling import NO_LIMITS, Limits
+from agentctl.store.service_manager import DRAIN_SIGNAL, ServiceManager, Watchdog
 from agentctl.store.timing import Timing
 
 from .attempt import AttemptRunner, Ending, Prepared
@@ -48,6 +54,7 @@ MAX_REACH = 32
 """How far back in the queue a worker looks at most for a candidate that nobody else prepares for."""
 
 EXIT_DRAINED = 0
+EXIT_FORCED = 3
 EXIT_FAILED = 5
 
 
@@ -65,6 +72,9 @@ class WorkerConfig:
     lease: float
     heartbeat: float
     log_level: int = logging.WARNING
+    limits: Limits = NO_LIMITS
+    drain_seconds: float | None = None
+    """How long running commands may go on after the first SIGTERM; None: a supervisor keeps the time."""
 
 
 def worker_main(config: WorkerConfig) -> None:
@@ -87,6 +97,18 @@ def worker_main(config: WorkerConfig) -> None:
     os._exit(EXIT_DRAINED)
 
 
+def worker_alone(config: WorkerConfig, manager: ServiceManager) -> tuple[int, bool]:
+    """Work in this very process until a stop. Returns (0 drained or 3 ended hard, whether it wants to be renewed).
+
+    Raises what opening the database raises, and `SyncFailed`.
+    """
+    clock = SystemClock()
+    worker = Worker(config, clock, Faults.from_environment(), None, manager)
+    _rarely_collect()
+    worker.run()
+    return (EXIT_FORCED if worker.forced else EXIT_DRAINED), worker.wants_renewal
+
+
 def _rarely_collect() -> None:
     """What was loaded stays, and an attempt makes hardly any cycles: looking for them after every few allocations cost
     a twentieth of a worker's time."""
@@ -100,7 +122,14 @@ def _rarely_collect() -> None:
 class Worker:
     """One worker and its loop."""
 
-    def __init__(self, config: WorkerConfig, clock: Clock, faults: Faults, parent_sentinel: int | None) -> None:
+    def __init__(
+        self,
+        config: WorkerConfig,
+        clock: Clock,
+        faults: Faults,
+        parent_sentinel: int | None,
+        manager: ServiceManager | None = None,
+    ) -> None:
         self._config = config
         self._clock = clock
         self._faults = faults
@@ -109,7 +138,7 @@ class Worker:
         self._signals = 0
         self._fresh = True
         self._self_pipe = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
-        if os.getsid(0) != os.getpid():
+        if config.parent_process_id is not None and os.getsid(0) != os.getpid():
             os.setsid()
         become_subreaper()
         yield_gently()
@@ -145,17 +174,50 @@ class Worker:
         # Claim and start in one transaction leave no moment between them; who wants to stop there gets two.
         self._looks_ahead = not faults.waits_at("after_claim", "before_effect_start")
         self._next_beat = clock.monotonic() + self._timing.heartbeat
+        self._began = clock.monotonic()
+        self._limits = config.limits.drawn(self._ids.uniform())
+        self._manager = manager if manager is not None else ServiceManager(None)
+        self._watchdog = Watchdog(self._manager, clock, self._excused)
+        self._renewal: str | None = None
+        signal.signal(DRAIN_SIGNAL, self._on_drain)
+        if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:
+            # The end of a login session sends it right behind SIGTERM; it is the same stop, not a second one.
+            signal.signal(signal.SIGHUP, self._on_hangup)
         signal.signal(signal.SIGTERM, self._on_signal)
         signal.signal(signal.SIGINT, self._on_signal)
         signal.signal(signal.SIGQUIT, self._on_signal)
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
         self._signals += 2 if number == signal.SIGQUIT else 1
-        self._watch.drain = True
+        self._watch.token.announce_stop()
+        self._on_drain(number, frame)
         if self._signals > 1:
+            self._watch.forced |= self._watch.within_limits()
             self._watch.token.cancel("drain")
+
+    def _on_hangup(self, number: int, frame: FrameType | None) -> None:
+        self._watch.token.announce_stop()
+        self._on_drain(number, frame)
+
+    def _on_drain(self, number: int, frame: FrameType | None) -> None:
+        self._watch.drain = True
+        if self._config.drain_seconds is not None and self._watch.hard_at is None:
+            self._watch.hard_at = self._clock.monotonic() + self._config.drain_seconds
         with contextlib.suppress(BlockingIOError):
             os.write(self._self_pipe[1], b"s")
+
+    def _excused(self) -> bool:
+        return self._watch.within_limits() or self._store.database.waits
+
+    @property
+    def forced(self) -> bool:
+        """Whether an effect was ended by the stop of this worker, instead of being awaited."""
+        return self._watch.forced
+
+    @property
+    def wants_renewal(self) -> bool:
+        """Whether it ended because it had done enough, and nobody has asked it to end."""
+        return self._renewal is not None and not self._watch.drain
 
     # -- the loop --------------------------------------------------------------------------------------------------
 
@@ -163,7 +225,9 @@ class Worker:
         """Work until asked to drain."""
         following: Following | None = None
         idle = False
+        self._manager.ready("idle")
         while not self._draining():
+            self._watchdog.beat()
             if following is None:
                 following = self._claim(idle)
                 idle = idle and following is None
@@ -173,6 +237,9 @@ class Worker:
             if following.answer is None:
                 self._faults.reach("after_claim")
             following = self._execute(following)
+        self._manager.stopping(self._renewal or "draining")
+        if self._renewal is not None:
+            log.info("%s: %s; it ends and makes room for a fresh one", self._config.name, self._renewal)
         if following is not None:
             self._give_back(following)
         self._watch.park()
@@ -183,7 +250,13 @@ class Worker:
         self._store.close()
 
     def _draining(self) -> bool:
-        return self._watch.drain
+        """Whether to take nothing new. Asked between attempts only, so an end by limits loses nothing."""
+        if self._watch.drain:
+            return True
+        if self._renewal is None and self._limits.any:
+            age = self._clock.monotonic() - self._began
+            self._renewal = self._limits.reached(self._watch.done + self._watch.failed, age, own_rss)
+        return self._renewal is not None
 
     def _claim(self, idle: bool) -> Following | None:
         """Claim something. An idle worker looks first, without the gate, and prepares for what it sees."""
@@ -324,3 +397,4 @@ class Worker:
         if drain:
             self._watch.drain = True
         self._next_beat = self._clock.monotonic() + self._timing.heartbeat
+        self._manager.status(f"{self._watch.done} done, {self._watch.failed} failed")
