@@ -181,8 +181,9 @@ class StopSignal:
     """
 
     def __init__(self, *, hangup: bool = False) -> None:
-        self.received = 0
         self.asked = False
+        self._stops = 0
+        self._hung_up = False
         self.descriptor, self._end = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, self._on_signal)
@@ -191,7 +192,7 @@ class StopSignal:
             signal.signal(signal.SIGHUP, self._on_hangup)
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
-        self.received += 1
+        self._stops += 1
         self._call()
 
     def _on_asked(self, number: int, frame: FrameType | None) -> None:
@@ -199,8 +200,13 @@ class StopSignal:
         self._call()
 
     def _on_hangup(self, number: int, frame: FrameType | None) -> None:
-        self.received = max(1, self.received)
+        self._hung_up = True
         self._call()
+
+    @property
+    def received(self) -> int:
+        """How many stops have come."""
+        return max(self._stops, int(self._hung_up))
 
     def _call(self) -> None:
         with contextlib.suppress(BlockingIOError):

@@ -226,7 +226,7 @@ class Worker:
         following: Following | None = None
         idle = False
         self._manager.ready("idle")
-        while not self._draining():
+        while not self._draining(holds=following is not None):
             self._watchdog.beat()
             if following is None:
                 following = self._claim(idle)
@@ -249,11 +249,11 @@ class Worker:
         self._store.wakes.forget(self._config.process_id)
         self._store.close()
 
-    def _draining(self) -> bool:
-        """Whether to take nothing new. Asked between attempts only, so an end by limits loses nothing."""
+    def _draining(self, *, holds: bool = False) -> bool:
+        """Whether to take nothing new. Limits end nobody who holds a claim, so what was claimed is also executed."""
         if self._watch.drain:
             return True
-        if self._renewal is None and self._limits.any:
+        if self._renewal is None and self._limits.any and not holds:
             age = self._clock.monotonic() - self._began
             self._renewal = self._limits.reached(self._watch.done + self._watch.failed, age, own_rss)
         return self._renewal is not None
