@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 from contextlib import closing
+from pathlib import Path
 from typing import Any, TypeVar
 
 import click
@@ -101,6 +102,72 @@ def _tell_end(settings: Settings, code: int, who: str) -> None:
             f"{who} was ended hard: commands that still ran were ended with it. What may be repeated is ready again; "
             "`agentctl effects list --uncertain` shows the rest",
         )
+
+
+@workers.command("install")
+@click.option("--user", is_flag=True, help="For your own service manager instead of the system's.")
+@click.option("-n", "--count", type=click.IntRange(1, 1024), default=8, metavar="N", help="How many workers (8).")
+@click.option("--each", is_flag=True, help="One unit for each worker and one for the coordinator, instead of a pool.")
+@click.option("--print", "only_print", is_flag=True, help="Show the units; write nothing.")
+@click.option("--no-enable", is_flag=True, help="Write the units; do not enable or start them.")
+@click.option("--run-as", default="agentctl", metavar="NAME", help="User of the system's units (agentctl).")
+@click.option(
+    "--writable",
+    type=click.Path(path_type=Path),
+    multiple=True,
+    metavar="DIR",
+    help="A folder in which workflows write; may be repeated. Only the system's units have to know.",
+)
+@click.option("--max-rss", metavar="SIZE", help="As for `workers start`.")
+@click.option("--max-age", metavar="TIME", help="As for `workers start`.")
+@click.option("--max-tasks", type=click.IntRange(min=1), metavar="N", help="As for `workers start`.")
+@click.option(
+    "--drain-seconds",
+    type=click.IntRange(0, 86_400),
+    default=int(DEFAULT_DRAIN_SECONDS),
+    metavar="S",
+    help="How long running commands may go on after a stop (30).",
+)
+@pass_settings
+def workers_install(
+    settings: Settings,
+    user: bool,
+    count: int,
+    each: bool,
+    only_print: bool,
+    no_enable: bool,
+    run_as: str,
+    writable: tuple[Path, ...],
+    drain_seconds: int,
+    max_tasks: int | None,
+    max_age: str | None,
+    max_rss: str | None,
+) -> None:
+    """Write systemd units for a pool, enable and start them.
+
+    Their database is --db or AGENTCTL_DB, else one in the state folder of the service. Units that agentctl has written
+    before are replaced, those of others never.
+    """
+    from .install import checked_path, given_database, install, program
+    from .unit_files import Site
+
+    for option, kind, value in (("--max-rss", Size(SMALLEST_RSS), max_rss), ("--max-age", Duration(), max_age)):
+        if value is not None:
+            kind.convert(value, next(p for p in workers_install.params if option in p.opts), None)
+    if not run_as or not run_as.replace("-", "").replace("_", "").isalnum():
+        raise click.BadParameter(f"{run_as!r} is no name of a user.", param_hint="--run-as")
+    site = Site(
+        program(),
+        None if user else run_as,
+        given_database(settings),
+        count,
+        drain_seconds,
+        max_tasks=max_tasks,
+        max_age=max_age,
+        max_rss=max_rss,
+        writable=tuple(checked_path(folder, "--writable") for folder in writable),
+    )
+    install(settings, user=user, run_as=run_as, each=each, enable=not no_enable, only_print=only_print, site=site)
 
 
 @workers.command("list")
