@@ -212,6 +212,7 @@ _VERBS: dict[str, tuple[str, str, str]] = {
     "effects": ("control", "effects", "Show effects; reconcile uncertain ones."),
     "artifacts": ("artifacts", "artifacts", "List, check, export and collect what runs keep."),
     "db": ("care", "db", "Look after the database: stats, verify, backup, restore, migrate."),
+    "doctor": ("doctor", "doctor", "Look whether machine, database and processes are in order."),
     "gc": ("care", "gc", "Remove old runs, and give the space back."),
     "runs": ("show", "runs", "List runs."),
     "memory": ("memory", "memory", "Long-term memory: get, put, search, reindex."),
