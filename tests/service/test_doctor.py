@@ -116,13 +116,17 @@ def test_what_the_dead_have_left_is_named(field: Field) -> None:
 
 def test_a_stranger_that_locks_the_database_is_named(field: Field) -> None:
     pool = field.pool(1)
-    locker = field.locker(20, 20, 1, 1)
+    locker = field.locker(120, 120, 1, 1)
     # Whoever writes next holds the gate, and waits behind the stranger.
-    wait_until(
-        lambda: named_json(field.json("doctor", "--ready").data)["gate"]["status"] == "warn", "the gate is stuck"
-    )
-    message = named_json(field.json("doctor", "--ready").data)["gate"]["message"]
-    assert str(locker.pid) in message
+    said: list[str] = []
+
+    def stuck() -> bool:
+        gate = named_json(field.json("doctor", "--ready").data)["gate"]
+        said.append(gate["message"])
+        return gate["status"] == "warn"
+
+    wait_until(stuck, "the gate is stuck")
+    assert f"pid {locker.pid}," in said[-1]
     locker.signal(signal.SIGKILL)
     locker.wait()
     wait_until(lambda: field.json("doctor", "--ready").code == 0, "all is well again")
