@@ -207,7 +207,7 @@ _VERBS: dict[str, tuple[str, str, str]] = {
     "status": ("show", "status", "How a run stands, and why things wait."),
     "inspect": ("show", "inspect", "Everything that is recorded about a run."),
     "logs": ("show", "logs", "What the commands of a run have printed."),
-    "events": ("show", "events", "The audit trail of a run."),
+    "events": ("events", "events", "The audit trail of a run or of all, once or followed."),
     "approvals": ("control", "approvals", "List and decide what waits for a person."),
     "effects": ("control", "effects", "Show effects; reconcile uncertain ones."),
     "artifacts": ("artifacts", "artifacts", "List, check, export and collect what runs keep."),

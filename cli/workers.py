@@ -23,6 +23,45 @@ SMALLEST_RSS = 64 << 20
 F = TypeVar("F", bound=Callable[..., Any])
 
 
+def _into_environment(name: str) -> Callable[[click.Context, click.Parameter, str | None], None]:
+    def keep(context: click.Context, parameter: click.Parameter, value: str | None) -> None:
+        if value is not None:
+            os.environ[name] = value  # the children of a pool inherit it
+
+    return keep
+
+
+def _log_options(function: F) -> F:
+    """How a process that works for long writes its log."""
+    for option in (
+        click.option(
+            "--log-level",
+            type=click.Choice(("debug", "info", "warning", "error")),
+            expose_value=False,
+            callback=_into_environment("AGENTCTL_LOG_LEVEL"),
+            help="How much is logged (warning); else AGENTCTL_LOG_LEVEL.",
+        ),
+        click.option(
+            "--log-format",
+            type=click.Choice(("text", "json")),
+            expose_value=False,
+            callback=_into_environment("AGENTCTL_LOG_FORMAT"),
+            help="Lines for people, or JSON lines; else AGENTCTL_LOG_FORMAT.",
+        ),
+    ):
+        function = option(function)
+    return function
+
+
+def _begin_log(settings: Settings, name: str) -> None:
+    import logging
+
+    from agentctl.store import log_lines
+
+    log_lines.check_format()
+    log_lines.configure(log_lines.level_of(logging.INFO if settings.verbose else logging.WARNING), name)
+
+
 def _care_options(function: F) -> F:
     """What every process that works for long can be told: when to be renewed, how long a drain may take."""
     for option in (
@@ -59,6 +98,7 @@ def workers() -> None:
 @click.option("--name", metavar="NAME", help="Name of the pool; its workers are NAME-1, NAME-2, ...")
 @click.option("--no-coordinator", is_flag=True, help="Only workers: another process drives the runs.")
 @_care_options
+@_log_options
 @pass_settings
 @click.pass_context
 def workers_start(
@@ -81,6 +121,7 @@ def workers_start(
     """
     from .pool import start_workers
 
+    _begin_log(settings, name or "pool")
     # Opened here once, so that a database that cannot be used is told before any process starts.
     open_store(settings, create=True).close()
     code = start_workers(
@@ -256,6 +297,7 @@ def worker() -> None:
 @worker.command("start")
 @click.option("--name", metavar="NAME", default="worker", help="Its name in `workers list` (worker).")
 @_care_options
+@_log_options
 @pass_settings
 @click.pass_context
 def worker_start(
@@ -274,6 +316,7 @@ def worker_start(
     """
     from .pool import start_worker
 
+    _begin_log(settings, name)
     open_store(settings, create=True).close()
     code = start_worker(
         settings.database, name=name, drain_seconds=drain_seconds, limits=Limits(max_tasks, max_age, max_rss)
@@ -288,11 +331,13 @@ def coordinator() -> None:
 
 
 @coordinator.command("start")
+@_log_options
 @pass_settings
 @click.pass_context
 def coordinator_start(context: click.Context, settings: Settings) -> None:
     """Drive submitted runs here until SIGTERM or SIGINT; workers are started elsewhere."""
     from .pool import start_coordinator
 
+    _begin_log(settings, "coordinator")
     open_store(settings, create=True).close()
     context.exit(start_coordinator(settings.database))

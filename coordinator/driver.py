@@ -230,7 +230,7 @@ class Coordinator:
                 else:
                     again = True
             except LostRun:
-                log.info("%s is driven elsewhere now", run_id)
+                log.info("%s is driven elsewhere now", run_id, extra={"run": run_id})
                 del self.drivers[run_id]
                 continue
             except (ConflictError, CorruptStore, IncompatibleVersion) as error:
@@ -248,7 +248,7 @@ class Coordinator:
         return again
 
     def _set_aside(self, run_id: str, error: AgentctlError) -> None:
-        log.error("%s cannot be driven and is set aside: %s", run_id, error.message)
+        log.error("%s cannot be driven and is set aside: %s", run_id, error.message, extra={"run": run_id})
         self._aside.add(run_id)
         driver = self.drivers.pop(run_id, None)
         if driver is not None:
@@ -291,14 +291,14 @@ class Coordinator:
         for run in self.store.overdue_runs():
             # Its wall time is over while it waits for a person: it ends without one.
             if run.run_id not in self._aside and self.take(run, resume=True):
-                log.info("%s has run out of time", run.run_id)
+                log.info("%s has run out of time", run.run_id, extra={"run": run.run_id})
         runs = self.store.open_runs()
         for run in runs:
             if run.run_id in self.drivers or run.run_id in self._aside or not self.is_abandoned(run):
                 continue
             try:
                 if self.take(run, resume=False):
-                    log.info("adopted %s", run.run_id)
+                    log.info("adopted %s", run.run_id, extra={"run": run.run_id})
             except (CorruptStore, IncompatibleVersion) as error:
                 self._set_aside(run.run_id, error)
         known = {run.run_id for run in runs}
@@ -320,7 +320,7 @@ class Coordinator:
         seen.last_look = now
         if seen.seconds < self._rescuer.patience:
             return False
-        log.warning("the driver of %s (%s) is silent", run.run_id, run.driver)
+        log.warning("the driver of %s (%s) is silent", run.run_id, run.driver, extra={"run": run.run_id})
         return True
 
     @staticmethod

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
 
-from agentctl.store import process_identity
+from agentctl.store import log_lines, process_identity
 from agentctl.store.clock import DAY_MS, SystemClock, SystemIds
 from agentctl.store.engine import Store, own_rss
 from agentctl.store.errors import AgentctlError
@@ -77,7 +77,7 @@ def coordinator_main(config: CoordinatorConfig) -> None:
     """Entry of a coordinator that is a child of a supervisor. Ends the process: 0 after a drain, 5 on a fault."""
     import multiprocessing
 
-    logging.basicConfig(level=config.log_level, format=f"%(asctime)s {config.name} %(levelname)s %(message)s")
+    log_lines.configure(config.log_level, config.name)
     if os.getsid(0) != os.getpid():
         os.setsid()
     parent = multiprocessing.parent_process()

@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
 
-from agentctl.store import process_identity, wakeups
+from agentctl.store import log_lines, process_identity, wakeups
 from agentctl.store.clock import Clock, IdSource, SystemClock, SystemIds
 from agentctl.store.database import SyncFailed
 from agentctl.store.engine import Store, own_rss
@@ -81,7 +81,7 @@ def worker_main(config: WorkerConfig) -> None:
     """Entry of a worker process; never returns normally. Exit 0 after a drain, 5 when it cannot work."""
     import multiprocessing
 
-    logging.basicConfig(level=config.log_level, format=f"%(asctime)s {config.name} %(levelname)s %(message)s")
+    log_lines.configure(config.log_level, config.name)
     parent = multiprocessing.parent_process()
     clock = SystemClock()
     try:
@@ -287,6 +287,13 @@ class Worker:
     def _execute(self, current: Following) -> Following | None:
         """Run one delivery and finish it; returns what follows if there is something."""
         claim = current.claim
+        log_lines.bind(
+            run=claim.run_id,
+            task=claim.task_id,
+            attempt=claim.number,
+            delivery=claim.fence.delivery,
+            trace=claim.trace_id,
+        )
         self._watch.begin(claim)
         if self._signals > 1:
             self._watch.token.cancel("drain")
@@ -321,6 +328,7 @@ class Worker:
             self._watch.done += 1
         else:
             self._watch.failed += 1
+            log.info("%s %s: %s", claim.task_id, ending.attempt.outcome, ending.attempt.error_json)
         next_claim = not self._draining()
         if next_claim and self._looks_ahead:
             self._look_ahead()
@@ -365,6 +373,7 @@ class Worker:
     def _sleep(self, idle: bool) -> bool:
         """Say that we are idle, look once more, and sleep until called. Returns True: idle from now on."""
         if not idle:
+            log_lines.unbind()
             self._watch.park()
             # What was finished last becomes durable before we rest.
             self._store.set_process_state(self._config.process_id, "idle", durable=True)

@@ -31,6 +31,7 @@ TABLES = [
     "artifact_ingests",
     "artifact_refs",
     "long_term_memory",
+    "run_numbers",
 ]
 
 
