@@ -213,6 +213,7 @@ _VERBS: dict[str, tuple[str, str, str]] = {
     "artifacts": ("artifacts", "artifacts", "List, check, export and collect what runs keep."),
     "db": ("care", "db", "Look after the database: stats, verify, backup, restore, migrate."),
     "doctor": ("doctor", "doctor", "Look whether machine, database and processes are in order."),
+    "metrics": ("metrics", "metrics", "Numbers for Prometheus: show, write, serve."),
     "gc": ("care", "gc", "Remove old runs, and give the space back."),
     "runs": ("show", "runs", "List runs."),
     "memory": ("memory", "memory", "Long-term memory: get, put, search, reindex."),
