@@ -13,7 +13,7 @@ from agentctl.store.recycling import Limits
 
 from .amounts import Duration, Size
 from .main import Seconds, Settings, VerbGroup, pass_settings
-from .render import Printer, clean, size, warn
+from .render import Printer, clean, duration, size, warn
 from .run import open_store, views_of
 
 DEFAULT_DRAIN_SECONDS = 30.0
@@ -218,28 +218,35 @@ def workers_list(settings: Settings) -> None:
     with closing(open_store(settings)) as store:
         data = views_of(store).workers()
 
+        now = store.clock.now()
+
         def human(out: Printer) -> None:
-            rows = []
-            for worker in data["workers"]:
-                task = None
-                if worker["taskId"] is not None:
-                    task = f"{worker['taskId']} ({worker['attempt']}.{worker['delivery']}) of {worker['runId']}"
-                rows.append(
-                    (
-                        worker["name"],
-                        worker["state"],
-                        worker["pid"],
-                        worker["done"],
-                        worker["failed"],
-                        size(worker["rssBytes"]),
-                        task,
-                        worker["workerId"],
-                    )
-                )
-            heads = ("NAME", "STATE", "PID", "DONE", "FAILED", "MEMORY", "TASK", "WORKER")
+            rows = [_row(entry, now) for entry in data["workers"]]
+            heads = ("NAME", "STATE", "PID", "DONE", "FAILED", "MEMORY", "VERSION", "UNIT", "LEASE", "TASK", "WORKER")
             out.table(heads, rows, states=1)
 
         Printer(settings).result("WorkerList", data, human)
+
+
+def _row(entry: dict[str, Any], now: int) -> tuple[object, ...]:
+    task = lease = None
+    if entry["taskId"] is not None:
+        task = f"{entry['taskId']} ({entry['attempt']}.{entry['delivery']}) of {entry['runId']}"
+        left = entry["leaseExpiresAt"] - now
+        lease = f"{duration(left)} left" if left >= 0 else f"over for {duration(-left)}"
+    return (
+        entry["name"],
+        entry["state"],
+        entry["pid"],
+        entry["done"],
+        entry["failed"],
+        size(entry["rssBytes"]),
+        entry["version"],
+        entry["unit"],
+        lease,
+        task,
+        entry["workerId"],
+    )
 
 
 @workers.command("drain")
