@@ -163,6 +163,8 @@ class Coordinator:
         self.listener: socket.socket = store.wakes.listen(process_id)
         self.drain_requested = False
         self.on_change: Callable[[], None] | None = None
+        self.on_progress: Callable[[], None] | None = None
+        """Called between the steps of a round, which with many runs may take long: it is no hang."""
         self._clock = clock
         self._ids = ids
         self._timing = timing
@@ -224,6 +226,8 @@ class Coordinator:
         for run_id, driver in list(self.drivers.items()):
             try:
                 for _ in range(STEPS_IN_A_ROW):
+                    if self.on_progress is not None:
+                        self.on_progress()
                     more = driver.step()
                     if not more:
                         break

@@ -124,6 +124,7 @@ def serve(config: CoordinatorConfig, parent_sentinel: int | None, manager: Servi
         adopts=True,
     )
     watchdog = Watchdog(manager, clock, lambda: store.database.waits)
+    coordinator.on_progress = watchdog.beat
     end = _End(config, store, clock, stop)
     next_prune = clock.monotonic()
     watched = [stop.descriptor] + ([parent_sentinel] if parent_sentinel is not None else [])

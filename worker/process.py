@@ -53,6 +53,8 @@ IDLE_LOOK_SECONDS = 1.0
 MAX_REACH = 32
 """How far back in the queue a worker looks at most for a candidate that nobody else prepares for."""
 
+STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
+
 EXIT_DRAINED = 0
 EXIT_FORCED = 3
 EXIT_FAILED = 5
@@ -106,6 +108,8 @@ def worker_alone(config: WorkerConfig, manager: ServiceManager) -> tuple[int, bo
     worker = Worker(config, clock, Faults.from_environment(), None, manager)
     _rarely_collect()
     worker.run()
+    # From here on a stop waits: whoever is renewed takes it along through the `exec` (see `Worker.__init__`).
+    signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
     return (EXIT_FORCED if worker.forced else EXIT_DRAINED), worker.wants_renewal
 
 
@@ -186,6 +190,8 @@ class Worker:
         signal.signal(signal.SIGTERM, self._on_signal)
         signal.signal(signal.SIGINT, self._on_signal)
         signal.signal(signal.SIGQUIT, self._on_signal)
+        # A stop that came while this process was renewed has waited for these handlers.
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
         self._signals += 2 if number == signal.SIGQUIT else 1

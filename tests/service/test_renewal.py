@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+import random
 import signal
+import time
 from pathlib import Path
 
 import pytest
@@ -11,6 +13,7 @@ from agentctl.store.recycling import NO_LIMITS, Limits
 from support.children import wait_until
 from support.field import Field
 from support.manager import Manager
+from support.scale import repeats
 
 
 def started_workers(field: Field) -> list[tuple[str, int, str]]:
@@ -52,6 +55,23 @@ def test_a_worker_alone_renews_itself_in_place(field: Field, manager: Manager) -
 def manager_ready(manager: Manager) -> list[int]:
     manager.drain()
     return manager.heard("READY=1")
+
+
+def test_a_stop_in_the_middle_of_a_renewal_is_not_lost(field: Field) -> None:
+    """At any moment, also while the new program starts: the worker ends, and not by the bare signal."""
+    coordinator = field.coordinator()
+    run_id = field.submit(field.workflow("on", [field.tick_fan("t", 900, 0, idempotent=False)]))
+    chance = random.Random(3)
+    for _ in range(repeats(60, at_least=6)):
+        before = len(field.lines())
+        worker = field.start("worker", "start", "--max-tasks", "1")
+        wait_until(lambda n=before: len(field.lines()) >= n + 2, "it was renewed once")  # type: ignore[misc]
+        time.sleep(chance.uniform(0, 0.4))  # the moment is what is varied
+        worker.signal(signal.SIGTERM)
+        assert worker.wait(20).code == 0
+    assert len(set(field.labels())) == len(field.labels())
+    assert field("cancel", run_id).code == 0
+    field.check_clean_end(drained=[coordinator])
 
 
 def test_a_worker_alone_keeps_its_drain_limit(field: Field) -> None:
