@@ -8,6 +8,7 @@ from __future__ import annotations
 import logging
 import os
 import signal
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -24,6 +25,8 @@ from agentctl.store.faults import Faults
 from agentctl.store.gate import yield_gently
 from agentctl.store.process_identity import Liveness, ProcessIdentity
 from agentctl.store.records import ProcessRow, Run
+from agentctl.store.recycling import NO_LIMITS, Limits
+from agentctl.store.service_manager import ServiceManager, Watchdog
 from agentctl.store.timing import Timing
 from agentctl.store.version import VERSION
 
@@ -64,13 +67,19 @@ def worker_is_live(store: Store, run_id: str | None = None) -> bool:
 
 
 def _worker_entry(
-    path: Path, timing: Timing, parent: str, only_run: str | None, unit: str | None, log_level: int
+    path: Path,
+    timing: Timing,
+    parent: str,
+    only_run: str | None,
+    unit: str | None,
+    log_level: int,
+    limits: Limits = NO_LIMITS,
 ) -> Callable[[str, str], tuple[Callable[..., None], tuple[object, ...]]]:
     from agentctl.worker.process import WorkerConfig, worker_main
 
     def entry(process_id: str, name: str) -> tuple[Callable[..., None], tuple[object, ...]]:
         config = WorkerConfig(
-            path, process_id, name, parent, only_run, unit, VERSION, timing.lease, timing.heartbeat, log_level
+            path, process_id, name, parent, only_run, unit, VERSION, timing.lease, timing.heartbeat, log_level, limits
         )
         return worker_main, (config,)
 
@@ -265,22 +274,33 @@ class _Foreground:
 # -- a pool ------------------------------------------------------------------------------------------------------------
 
 
-def start_workers(path: Path, *, count: int, name: str | None, coordinator: bool, drain_seconds: float) -> int:
+def start_workers(
+    path: Path,
+    *,
+    count: int,
+    name: str | None,
+    coordinator: bool,
+    drain_seconds: float,
+    limits: Limits = NO_LIMITS,
+) -> int:
     """Supervise `count` workers, and a coordinator unless one is live, until SIGTERM or a drain request.
 
     Exit code: 0 drained, 3 ended hard. Raises `EnvironmentFault` (exit 5) when children cannot start.
     """
-    return _Pool(path, count, name, coordinator, drain_seconds).run()
+    return _Pool(path, count, name, coordinator, drain_seconds, limits).run()
 
 
 class _Pool:
-    def __init__(self, path: Path, count: int, name: str | None, coordinator: bool, drain_seconds: float) -> None:
+    def __init__(
+        self, path: Path, count: int, name: str | None, coordinator: bool, drain_seconds: float, limits: Limits
+    ) -> None:
         from agentctl.coordinator.supervisor import Supervisor, names
         from agentctl.worker.effects.process import become_subreaper
 
         process_identity.drop_markers()
         yield_gently()
-        self._stop = StopSignal()
+        self._stop = StopSignal(hangup=True)
+        self._manager = ServiceManager.from_environment()
         self._clock = SystemClock()
         self._ids = SystemIds(self._clock)
         self._timing = Timing.from_environment()
@@ -306,28 +326,32 @@ class _Pool:
             adopts=False,
         )
         self._supervisor = Supervisor(self._store, self._clock, self._ids, self._base.rescuer)
-        entry = _worker_entry(path, self._timing, self._process_id, None, self._unit, log.getEffectiveLevel())
+        entry = _worker_entry(path, self._timing, self._process_id, None, self._unit, log.getEffectiveLevel(), limits)
         for worker in names(count, name):
             self._supervisor.add(worker, entry)
+        self._watchdog = Watchdog(self._manager, self._clock, lambda: self._store.database.waits)
+        self._told = ""
 
     def run(self) -> int:
         signalled = 0
         next_look = 0.0
         try:
             while True:
+                self._watchdog.beat()
                 now = self._clock.monotonic()
                 if self._wants_coordinator and not self._has_coordinator and now >= next_look and not signalled:
                     next_look = now + 1.0
                     self._ensure_coordinator()
                 self._base.tick()
                 self._supervisor.tick()
+                self._tell_manager()
                 for _ in range(self._stop.received - signalled):
                     # Each counts: two that came together are a drain and a hard end.
-                    self._supervisor.drain(self._drain_seconds)
+                    self._drain(first=not signalled)
                     signalled += 1
                 if self._base.drain_requested and not signalled:
                     signalled = 1
-                    self._supervisor.drain(self._drain_seconds)
+                    self._drain(first=True)
                 if signalled and self._supervisor.children() == 0:
                     break
                 if self._supervisor.all_retired():
@@ -345,6 +369,23 @@ class _Pool:
         finally:
             self._base.close()
             self._store.close()
+
+    def _drain(self, *, first: bool) -> None:
+        self._supervisor.drain(self._drain_seconds)
+        if first:
+            self._manager.stopping("finishes what runs")
+            # A coordinator of ours that was stopped as well sees by this that the whole pool ends, and stays the last.
+            self._store.set_process_state(self._process_id, "draining")
+
+    def _tell_manager(self) -> None:
+        """Ready when every child is, once; from then on only what has changed."""
+        if self._manager.present and (self._told or self._supervisor.ready()):
+            status = f"{self._supervisor.children()} children"
+            if not self._told:
+                self._manager.ready(status)
+            elif status != self._told:
+                self._manager.status(status)
+            self._told = status
 
     def _ensure_coordinator(self) -> None:
         # One that has been silent for lease and grace does not count; a second one does no harm.
@@ -384,9 +425,45 @@ def start_coordinator(path: Path) -> int:
         VERSION,
         timing.lease,
         timing.heartbeat,
+        log.getEffectiveLevel(),
     )
-    serve(config, None)
+    serve(config, None, ServiceManager.from_environment())
     return EXIT_DRAINED
+
+
+def start_worker(path: Path, *, name: str, drain_seconds: float, limits: Limits = NO_LIMITS) -> int:
+    """Be one worker, in this process, until SIGTERM, SIGINT or a drain request. Exit code: 0 drained, 3 ended hard.
+
+    A worker that has reached a limit starts anew in place: the same pid for the service manager, a new one for the
+    database. Raises what opening the database raises.
+    """
+    from agentctl.worker.process import WorkerConfig, worker_alone
+
+    process_identity.drop_markers()
+    manager = ServiceManager.from_environment()
+    clock = SystemClock()
+    timing = Timing.from_environment()
+    config = WorkerConfig(
+        path,
+        SystemIds(clock).new_id("worker"),
+        name,
+        None,
+        None,
+        os.environ.get("AGENTCTL_UNIT"),
+        VERSION,
+        timing.lease,
+        timing.heartbeat,
+        log.getEffectiveLevel(),
+        limits,
+        drain_seconds,
+    )
+    code, renew = worker_alone(config, manager)
+    if renew:
+        manager.restore_environment()
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os.execv(sys.executable, sys.orig_argv)
+    return code
 
 
 def stop_pool(path: Path, *, hard: bool) -> list[int]:
@@ -398,7 +475,7 @@ def stop_pool(path: Path, *, hard: bool) -> list[int]:
     try:
         signalled = []
         for row in store.live_processes():
-            if row.kind == "supervisor" or (row.kind == "coordinator" and row.parent_process_id is None):
+            if row.kind == "supervisor" or (row.kind in ("coordinator", "worker") and row.parent_process_id is None):
                 identity = ProcessIdentity.from_text(row.identity)
                 if process_identity.kill(identity, signal.SIGTERM):
                     signalled.append(row.pid)

@@ -257,34 +257,6 @@ def _short(value: Any) -> str:
     return clean(text if len(text) <= SHOWN_VALUE else text[:SHOWN_VALUE] + "…")
 
 
-@click.command(cls=Verb)
-@click.argument("run_name", metavar="RUN")
-@click.option("--after", type=click.IntRange(min=0), default=0, help="Only events with a higher sequence.")
-@click.option("--limit", type=click.IntRange(1, 1000), default=1000, help="At most so many.")
-@pass_settings
-def events(settings: Settings, run_name: str, after: int, limit: int) -> None:
-    """The audit trail of a run, oldest first."""
-    with closing(open_store(settings)) as store:
-        views = views_of(store)
-        run_id = views.find_run(run_name)
-        found = views.events(run_id, after=after, limit=limit)
-
-        def human(out: Printer) -> None:
-            rows = [
-                (
-                    event["sequence"],
-                    when(event["createdAt"]),
-                    event["eventType"],
-                    event["taskId"],
-                    json.dumps(event["payload"], ensure_ascii=False),
-                )
-                for event in found
-            ]
-            out.table(("#", "TIME", "EVENT", "TASK", "WHAT"), rows)
-
-        Printer(settings).result("EventList", {"runId": run_id, "events": found}, human)
-
-
 @click.group(cls=VerbGroup)
 def runs() -> None:
     """List runs."""

@@ -3,15 +3,85 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from contextlib import closing
+from pathlib import Path
+from typing import Any, TypeVar
 
 import click
+from agentctl.store.recycling import Limits
 
+from .amounts import Duration, Size
 from .main import Seconds, Settings, VerbGroup, pass_settings
-from .render import Printer, clean, size, warn
+from .render import Printer, clean, duration, size, warn
 from .run import open_store, views_of
 
 DEFAULT_DRAIN_SECONDS = 30.0
+SMALLEST_RSS = 64 << 20
+"""A worker that has just begun uses about half of it."""
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+
+def _into_environment(name: str) -> Callable[[click.Context, click.Parameter, str | None], None]:
+    def keep(context: click.Context, parameter: click.Parameter, value: str | None) -> None:
+        if value is not None:
+            os.environ[name] = value  # the children of a pool inherit it
+
+    return keep
+
+
+def _log_options(function: F) -> F:
+    """How a process that works for long writes its log."""
+    for option in (
+        click.option(
+            "--log-level",
+            type=click.Choice(("debug", "info", "warning", "error")),
+            expose_value=False,
+            callback=_into_environment("AGENTCTL_LOG_LEVEL"),
+            help="How much is logged (warning); else AGENTCTL_LOG_LEVEL.",
+        ),
+        click.option(
+            "--log-format",
+            type=click.Choice(("text", "json")),
+            expose_value=False,
+            callback=_into_environment("AGENTCTL_LOG_FORMAT"),
+            help="Lines for people, or JSON lines; else AGENTCTL_LOG_FORMAT.",
+        ),
+    ):
+        function = option(function)
+    return function
+
+
+def _begin_log(settings: Settings, name: str) -> None:
+    import logging
+
+    from agentctl.store import log_lines
+
+    log_lines.check_format()
+    log_lines.configure(log_lines.level_of(logging.INFO if settings.verbose else logging.WARNING), name)
+
+
+def _care_options(function: F) -> F:
+    """What every process that works for long can be told: when to be renewed, how long a drain may take."""
+    for option in (
+        click.option(
+            "--max-rss", type=Size(SMALLEST_RSS), metavar="SIZE", help="Renew a worker that uses more memory: 512M."
+        ),
+        click.option("--max-age", type=Duration(), metavar="TIME", help="Renew a worker that is older: 12h."),
+        click.option(
+            "--max-tasks", type=click.IntRange(min=1), metavar="N", help="Renew a worker after so many attempts."
+        ),
+        click.option(
+            "--drain-seconds",
+            type=Seconds(min=0),
+            default=DEFAULT_DRAIN_SECONDS,
+            metavar="S",
+            help="How long running commands may go on after SIGTERM (30).",
+        ),
+    ):
+        function = option(function)
+    return function
 
 
 def _cores() -> int:
@@ -27,13 +97,8 @@ def workers() -> None:
 @click.option("-n", "--count", type=click.IntRange(1, 1024), metavar="N", help="How many workers; else one per core.")
 @click.option("--name", metavar="NAME", help="Name of the pool; its workers are NAME-1, NAME-2, ...")
 @click.option("--no-coordinator", is_flag=True, help="Only workers: another process drives the runs.")
-@click.option(
-    "--drain-seconds",
-    type=Seconds(min=0),
-    default=DEFAULT_DRAIN_SECONDS,
-    metavar="S",
-    help="How long running commands may go on after SIGTERM (30).",
-)
+@_care_options
+@_log_options
 @pass_settings
 @click.pass_context
 def workers_start(
@@ -43,13 +108,20 @@ def workers_start(
     name: str | None,
     no_coordinator: bool,
     drain_seconds: float,
+    max_tasks: int | None,
+    max_age: float | None,
+    max_rss: int | None,
 ) -> None:
     """Start a pool of workers here and keep it alive until SIGTERM or SIGINT.
 
     The first signal drains it, a second one ends it hard. Exit: 0 drained, 3 forced, 5 could not start.
+
+    A worker that reaches --max-tasks, --max-age or --max-rss ends after the attempt that it has, and another takes its
+    place. Their limits differ by up to a tenth, so that they do not all go at once.
     """
     from .pool import start_workers
 
+    _begin_log(settings, name or "pool")
     # Opened here once, so that a database that cannot be used is told before any process starts.
     open_store(settings, create=True).close()
     code = start_workers(
@@ -58,14 +130,85 @@ def workers_start(
         name=name,
         coordinator=not no_coordinator,
         drain_seconds=drain_seconds,
+        limits=Limits(max_tasks, max_age, max_rss),
     )
+    _tell_end(settings, code, "the pool")
+    context.exit(code)
+
+
+def _tell_end(settings: Settings, code: int, who: str) -> None:
     if code:
         warn(
             settings,
-            "the pool was ended hard: commands that still ran were ended with it. What may be repeated is ready again; "
+            f"{who} was ended hard: commands that still ran were ended with it. What may be repeated is ready again; "
             "`agentctl effects list --uncertain` shows the rest",
         )
-    context.exit(code)
+
+
+@workers.command("install")
+@click.option("--user", is_flag=True, help="For your own service manager instead of the system's.")
+@click.option("-n", "--count", type=click.IntRange(1, 1024), default=8, metavar="N", help="How many workers (8).")
+@click.option("--each", is_flag=True, help="One unit for each worker and one for the coordinator, instead of a pool.")
+@click.option("--print", "only_print", is_flag=True, help="Show the units; write nothing.")
+@click.option("--no-enable", is_flag=True, help="Write the units; do not enable or start them.")
+@click.option("--run-as", default="agentctl", metavar="NAME", help="User of the system's units (agentctl).")
+@click.option(
+    "--writable",
+    type=click.Path(path_type=Path),
+    multiple=True,
+    metavar="DIR",
+    help="A folder in which workflows write; may be repeated. Only the system's units have to know.",
+)
+@click.option("--max-rss", metavar="SIZE", help="As for `workers start`.")
+@click.option("--max-age", metavar="TIME", help="As for `workers start`.")
+@click.option("--max-tasks", type=click.IntRange(min=1), metavar="N", help="As for `workers start`.")
+@click.option(
+    "--drain-seconds",
+    type=click.IntRange(0, 86_400),
+    default=int(DEFAULT_DRAIN_SECONDS),
+    metavar="S",
+    help="How long running commands may go on after a stop (30).",
+)
+@pass_settings
+def workers_install(
+    settings: Settings,
+    user: bool,
+    count: int,
+    each: bool,
+    only_print: bool,
+    no_enable: bool,
+    run_as: str,
+    writable: tuple[Path, ...],
+    drain_seconds: int,
+    max_tasks: int | None,
+    max_age: str | None,
+    max_rss: str | None,
+) -> None:
+    """Write systemd units for a pool, enable and start them.
+
+    Their database is --db or AGENTCTL_DB, else one in the state folder of the service. Units that agentctl has written
+    before are replaced, those of others never.
+    """
+    from .install import checked_path, given_database, install, program
+    from .unit_files import Site
+
+    for option, kind, value in (("--max-rss", Size(SMALLEST_RSS), max_rss), ("--max-age", Duration(), max_age)):
+        if value is not None:
+            kind.convert(value, next(p for p in workers_install.params if option in p.opts), None)
+    if not run_as or not run_as.replace("-", "").replace("_", "").isalnum():
+        raise click.BadParameter(f"{run_as!r} is no name of a user.", param_hint="--run-as")
+    site = Site(
+        program(),
+        None if user else run_as,
+        given_database(settings),
+        count,
+        drain_seconds,
+        max_tasks=max_tasks,
+        max_age=max_age,
+        max_rss=max_rss,
+        writable=tuple(checked_path(folder, "--writable") for folder in writable),
+    )
+    install(settings, user=user, run_as=run_as, each=each, enable=not no_enable, only_print=only_print, site=site)
 
 
 @workers.command("list")
@@ -75,28 +218,35 @@ def workers_list(settings: Settings) -> None:
     with closing(open_store(settings)) as store:
         data = views_of(store).workers()
 
+        now = store.clock.now()
+
         def human(out: Printer) -> None:
-            rows = []
-            for worker in data["workers"]:
-                task = None
-                if worker["taskId"] is not None:
-                    task = f"{worker['taskId']} ({worker['attempt']}.{worker['delivery']}) of {worker['runId']}"
-                rows.append(
-                    (
-                        worker["name"],
-                        worker["state"],
-                        worker["pid"],
-                        worker["done"],
-                        worker["failed"],
-                        size(worker["rssBytes"]),
-                        task,
-                        worker["workerId"],
-                    )
-                )
-            heads = ("NAME", "STATE", "PID", "DONE", "FAILED", "MEMORY", "TASK", "WORKER")
+            rows = [_row(entry, now) for entry in data["workers"]]
+            heads = ("NAME", "STATE", "PID", "DONE", "FAILED", "MEMORY", "VERSION", "UNIT", "LEASE", "TASK", "WORKER")
             out.table(heads, rows, states=1)
 
         Printer(settings).result("WorkerList", data, human)
+
+
+def _row(entry: dict[str, Any], now: int) -> tuple[object, ...]:
+    task = lease = None
+    if entry["taskId"] is not None:
+        task = f"{entry['taskId']} ({entry['attempt']}.{entry['delivery']}) of {entry['runId']}"
+        left = entry["leaseExpiresAt"] - now
+        lease = f"{duration(left)} left" if left >= 0 else f"over for {duration(-left)}"
+    return (
+        entry["name"],
+        entry["state"],
+        entry["pid"],
+        entry["done"],
+        entry["failed"],
+        size(entry["rssBytes"]),
+        entry["version"],
+        entry["unit"],
+        lease,
+        task,
+        entry["workerId"],
+    )
 
 
 @workers.command("drain")
@@ -147,16 +297,54 @@ def workers_stop(settings: Settings, hard: bool) -> None:
 
 
 @click.group(cls=VerbGroup)
+def worker() -> None:
+    """Start one worker alone."""
+
+
+@worker.command("start")
+@click.option("--name", metavar="NAME", default="worker", help="Its name in `workers list` (worker).")
+@_care_options
+@_log_options
+@pass_settings
+@click.pass_context
+def worker_start(
+    context: click.Context,
+    settings: Settings,
+    name: str,
+    drain_seconds: float,
+    max_tasks: int | None,
+    max_age: float | None,
+    max_rss: int | None,
+) -> None:
+    """Be one worker, in this process, until SIGTERM or SIGINT: for a service manager with one unit for each worker.
+
+    It works like one of a pool; a coordinator drives the runs elsewhere, and rescues what it held when it dies.
+    The first signal drains it, a second one ends it hard. Exit: 0 drained, 3 forced, 5 could not start.
+    """
+    from .pool import start_worker
+
+    _begin_log(settings, name)
+    open_store(settings, create=True).close()
+    code = start_worker(
+        settings.database, name=name, drain_seconds=drain_seconds, limits=Limits(max_tasks, max_age, max_rss)
+    )
+    _tell_end(settings, code, "the worker")
+    context.exit(code)
+
+
+@click.group(cls=VerbGroup)
 def coordinator() -> None:
     """Start a coordinator alone."""
 
 
 @coordinator.command("start")
+@_log_options
 @pass_settings
 @click.pass_context
 def coordinator_start(context: click.Context, settings: Settings) -> None:
     """Drive submitted runs here until SIGTERM or SIGINT; workers are started elsewhere."""
     from .pool import start_coordinator
 
+    _begin_log(settings, "coordinator")
     open_store(settings, create=True).close()
     context.exit(start_coordinator(settings.database))

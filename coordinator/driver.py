@@ -170,6 +170,8 @@ class Coordinator:
         self.listener: socket.socket = store.wakes.listen(process_id)
         self.drain_requested = False
         self.on_change: Callable[[], None] | None = None
+        self.on_progress: Callable[[], None] | None = None
+        """Called between the steps of a round, which with many runs may take long: it is no hang."""
         self._clock = clock
         self._ids = ids
         self._timing = timing
@@ -243,13 +245,15 @@ class Coordinator:
         for run_id, driver in list(self.drivers.items()):
             try:
                 for _ in range(STEPS_IN_A_ROW):
+                    if self.on_progress is not None:
+                        self.on_progress()
                     more = driver.step()
                     if not more:
                         break
                 else:
                     again = True
             except LostRun:
-                log.info("%s is driven elsewhere now", run_id)
+                log.info("%s is driven elsewhere now", run_id, extra={"run": run_id})
                 del self.drivers[run_id]
                 continue
             except (ConflictError, CorruptStore, IncompatibleVersion) as error:
@@ -285,7 +289,7 @@ class Coordinator:
             log.info("%s compensates %s", started, run_id)
 
     def _set_aside(self, run_id: str, error: AgentctlError) -> None:
-        log.error("%s cannot be driven and is set aside: %s", run_id, error.message)
+        log.error("%s cannot be driven and is set aside: %s", run_id, error.message, extra={"run": run_id})
         self._aside.add(run_id)
         driver = self.drivers.pop(run_id, None)
         if driver is not None:
@@ -328,14 +332,14 @@ class Coordinator:
         for run in self.store.overdue_runs():
             # Its wall time is over while it waits for a person: it ends without one.
             if run.run_id not in self._aside and self.take(run, resume=True):
-                log.info("%s has run out of time", run.run_id)
+                log.info("%s has run out of time", run.run_id, extra={"run": run.run_id})
         runs = self.store.open_runs()
         for run in runs:
             if run.run_id in self.drivers or run.run_id in self._aside or not self.is_abandoned(run):
                 continue
             try:
                 if self.take(run, resume=False):
-                    log.info("adopted %s", run.run_id)
+                    log.info("adopted %s", run.run_id, extra={"run": run.run_id})
             except (CorruptStore, IncompatibleVersion) as error:
                 self._set_aside(run.run_id, error)
         known = {run.run_id for run in runs}
@@ -357,7 +361,7 @@ class Coordinator:
         seen.last_look = now
         if seen.seconds < self._rescuer.patience:
             return False
-        log.warning("the driver of %s (%s) is silent", run.run_id, run.driver)
+        log.warning("the driver of %s (%s) is silent", run.run_id, run.driver, extra={"run": run.run_id})
         return True
 
     @staticmethod

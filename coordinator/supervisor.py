@@ -19,6 +19,7 @@ from multiprocessing.process import BaseProcess
 from agentctl.store.clock import Clock, IdSource
 from agentctl.store.engine import Store
 from agentctl.store.errors import EnvironmentFault
+from agentctl.store.service_manager import DRAIN_SIGNAL
 
 from .rescue import Rescuer
 
@@ -90,6 +91,10 @@ class Supervisor:
         """Descriptors that become readable when a child ends."""
         return [slot.child.process.sentinel for slot in self._slots if slot.child is not None]
 
+    def ready(self) -> bool:
+        """Whether every slot has a child that has registered."""
+        return all(slot.retired or (slot.child is not None and slot.child.ready) for slot in self._slots)
+
     def children(self) -> int:
         """Children that have not been reaped."""
         return sum(1 for slot in self._slots if slot.child is not None)
@@ -133,7 +138,7 @@ class Supervisor:
             return
         self._draining = True
         self._hard_at = self._clock.monotonic() + limit_seconds
-        self._signal_workers(signal.SIGTERM)
+        self._signal_workers(DRAIN_SIGNAL)
         self._end_the_last()
 
     def hurry(self) -> None:
@@ -153,7 +158,7 @@ class Supervisor:
         self._last_asked = True
         now = self._clock.monotonic()
         self._hard_at = max(self._hard_at or now, now + HARD_END_SECONDS)
-        self._signal([slot for slot in self._slots if slot.last], signal.SIGTERM)
+        self._signal([slot for slot in self._slots if slot.last], DRAIN_SIGNAL)
 
     def _press_on(self) -> None:
         self._end_the_last()

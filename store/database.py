@@ -85,6 +85,7 @@ class Database:
         self._commits = 0
         self._wal_fd: int | None = None  # until it is found, commits are synchronous
         self._failed_sync: SyncFailed | None = None
+        self._behind_foreigner = False
         try:
             str(self.path).encode("utf-8")
         except UnicodeEncodeError as error:
@@ -334,13 +335,22 @@ class Database:
         """A process outside the gate (a shell, a backup) has the lock. Ask until it is gone: that costs only time."""
         from tenacity import Retrying, retry_if_exception_type, wait_fixed
 
-        for attempt in Retrying(
-            retry=retry_if_exception_type(apsw.BusyError),
-            wait=wait_fixed(BUSY_POLL_SECONDS),
-            sleep=self.clock.sleep,
-        ):
-            with attempt:
-                self.connection.execute("BEGIN IMMEDIATE")
+        self._behind_foreigner = True
+        try:
+            for attempt in Retrying(
+                retry=retry_if_exception_type(apsw.BusyError),
+                wait=wait_fixed(BUSY_POLL_SECONDS),
+                sleep=self.clock.sleep,
+            ):
+                with attempt:
+                    self.connection.execute("BEGIN IMMEDIATE")
+        finally:
+            self._behind_foreigner = False
+
+    @property
+    def waits(self) -> bool:
+        """Whether its thread waits for others that write. Any thread may ask."""
+        return self._behind_foreigner or self.gate.waiting
 
     def _translate(self, error: apsw.Error) -> AgentctlError:
         translated = translate(error, self.path)

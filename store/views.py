@@ -315,7 +315,7 @@ class Views:
         """Audit events of a run with a sequence above `after`, oldest first."""
         with self._database.read() as tx:
             runs.get(tx, run_id)
-            return _events(tx, run_id, after=after, limit=limit)
+            return event_rows(tx, run_id, after=after, limit=limit)
 
     def data_version(self) -> tuple[int, int]:
         """Changes when another connection has committed; cheap. Outside of any transaction."""
@@ -762,7 +762,7 @@ def _inspect(tx: Connection, run: Run, *, now: int) -> dict[str, Any]:
         "toolCalls": _tool_calls(tx, run.run_id),
         "artifacts": list(artifacts.references(tx, run.run_id)),
         "budget": _budget(tx, run.run_id, now),
-        "audit": _events(tx, run.run_id, after=0, limit=-1),
+        "audit": event_rows(tx, run.run_id, after=0, limit=-1),
         "traces": [],
     }
 
@@ -928,7 +928,8 @@ def _effect_record(row: tuple[Any, ...], run_id: str) -> dict[str, Any]:
     }
 
 
-def _events(tx: Connection, run_id: str, *, after: int, limit: int) -> list[dict[str, Any]]:
+def event_rows(tx: Connection, run_id: str, *, after: int, limit: int) -> list[dict[str, Any]]:
+    """Audit events of a run with a sequence above `after`, oldest first. Raises `IncompatibleVersion`."""
     found = []
     for sequence, version, event_type, task_id, actor, trace_id, payload, created_at in tx.execute(
         "SELECT sequence, event_version, event_type, task_id, actor, trace_id, payload_json, created_at "

@@ -1,8 +1,12 @@
 """A worker process: claim, execute, finish with the next claim, sleep when there is nothing (architecture 3, 4).
 
-It holds one attempt at a time. It lives in a session of its own, so a terminal's Ctrl-C and Ctrl-Z do not reach it. The
-first SIGTERM, a drain request in the database, or the end of its supervisor lets it finish what runs and take nothing
-new; a second SIGTERM, or SIGQUIT, ends the running effect hard.
+It holds one attempt at a time. The first SIGTERM, a drain request in the database, or the end of its supervisor lets it
+finish what runs and take nothing new; a second SIGTERM, or SIGQUIT, ends the running effect hard.
+
+A worker of a pool lives in a session of its own, so a terminal's Ctrl-C and Ctrl-Z do not reach it. Its supervisor asks
+it to drain with a signal of its own (`DRAIN_SIGNAL`), which counts once however often it comes. A worker alone
+(`worker_alone`, one unit of a service manager) behaves the same; it keeps its drain limit itself, tells the manager how
+it does, and renews its own process where a supervisor would replace it.
 """
 
 from __future__ import annotations
@@ -17,7 +21,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
 
-from agentctl.store import process_identity, wakeups
+from agentctl.store import log_lines, process_identity, wakeups
 from agentctl.store.clock import Clock, IdSource, SystemClock, SystemIds
 from agentctl.store.database import SyncFailed
 from agentctl.store.engine import Store, own_rss
@@ -33,6 +37,8 @@ from agentctl.store.records import (
     ProcessRow,
     StartedEffect,
 )
+from agentctl.store.recycling import NO_LIMITS, Limits
+from agentctl.store.service_manager import DRAIN_SIGNAL, ServiceManager, Watchdog
 from agentctl.store.timing import Timing
 
 from .attempt import AttemptRunner, Ending, Prepared
@@ -48,7 +54,10 @@ IDLE_LOOK_SECONDS = 1.0
 MAX_REACH = 32
 """How far back in the queue a worker looks at most for a candidate that nobody else prepares for."""
 
+STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
+
 EXIT_DRAINED = 0
+EXIT_FORCED = 3
 EXIT_FAILED = 5
 
 
@@ -66,13 +75,16 @@ class WorkerConfig:
     lease: float
     heartbeat: float
     log_level: int = logging.WARNING
+    limits: Limits = NO_LIMITS
+    drain_seconds: float | None = None
+    """How long running commands may go on after the first SIGTERM; None: a supervisor keeps the time."""
 
 
 def worker_main(config: WorkerConfig) -> None:
     """Entry of a worker process; never returns normally. Exit 0 after a drain, 5 when it cannot work."""
     import multiprocessing
 
-    logging.basicConfig(level=config.log_level, format=f"%(asctime)s {config.name} %(levelname)s %(message)s")
+    log_lines.configure(config.log_level, config.name)
     for handler in logging.getLogger().handlers:
         handler.addFilter(LogFilter())
     parent = multiprocessing.parent_process()
@@ -90,6 +102,20 @@ def worker_main(config: WorkerConfig) -> None:
     os._exit(EXIT_DRAINED)
 
 
+def worker_alone(config: WorkerConfig, manager: ServiceManager) -> tuple[int, bool]:
+    """Work in this very process until a stop. Returns (0 drained or 3 ended hard, whether it wants to be renewed).
+
+    Raises what opening the database raises, and `SyncFailed`.
+    """
+    clock = SystemClock()
+    worker = Worker(config, clock, Faults.from_environment(), None, manager)
+    _rarely_collect()
+    worker.run()
+    # From here on a stop waits: whoever is renewed takes it along through the `exec` (see `Worker.__init__`).
+    signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
+    return (EXIT_FORCED if worker.forced else EXIT_DRAINED), worker.wants_renewal
+
+
 def _rarely_collect() -> None:
     """What was loaded stays, and an attempt makes hardly any cycles: looking for them after every few allocations cost
     a twentieth of a worker's time."""
@@ -103,7 +129,14 @@ def _rarely_collect() -> None:
 class Worker:
     """One worker and its loop."""
 
-    def __init__(self, config: WorkerConfig, clock: Clock, faults: Faults, parent_sentinel: int | None) -> None:
+    def __init__(
+        self,
+        config: WorkerConfig,
+        clock: Clock,
+        faults: Faults,
+        parent_sentinel: int | None,
+        manager: ServiceManager | None = None,
+    ) -> None:
         self._config = config
         self._clock = clock
         self._faults = faults
@@ -112,7 +145,7 @@ class Worker:
         self._signals = 0
         self._fresh = True
         self._self_pipe = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
-        if os.getsid(0) != os.getpid():
+        if config.parent_process_id is not None and os.getsid(0) != os.getpid():
             os.setsid()
         become_subreaper()
         yield_gently()
@@ -150,17 +183,52 @@ class Worker:
         # Claim and start in one transaction leave no moment between them; who wants to stop there gets two.
         self._looks_ahead = not faults.waits_at("after_claim", "before_effect_start")
         self._next_beat = clock.monotonic() + self._timing.heartbeat
+        self._began = clock.monotonic()
+        self._limits = config.limits.drawn(self._ids.uniform())
+        self._manager = manager if manager is not None else ServiceManager(None)
+        self._watchdog = Watchdog(self._manager, clock, self._excused)
+        self._renewal: str | None = None
+        signal.signal(DRAIN_SIGNAL, self._on_drain)
+        if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:
+            # The end of a login session sends it right behind SIGTERM; it is the same stop, not a second one.
+            signal.signal(signal.SIGHUP, self._on_hangup)
         signal.signal(signal.SIGTERM, self._on_signal)
         signal.signal(signal.SIGINT, self._on_signal)
         signal.signal(signal.SIGQUIT, self._on_signal)
+        # A stop that came while this process was renewed has waited for these handlers.
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
         self._signals += 2 if number == signal.SIGQUIT else 1
-        self._watch.drain = True
+        self._watch.token.announce_stop()
+        self._on_drain(number, frame)
         if self._signals > 1:
+            self._watch.forced |= self._watch.within_limits()
             self._watch.token.cancel("drain")
+
+    def _on_hangup(self, number: int, frame: FrameType | None) -> None:
+        self._watch.token.announce_stop()
+        self._on_drain(number, frame)
+
+    def _on_drain(self, number: int, frame: FrameType | None) -> None:
+        self._watch.drain = True
+        if self._config.drain_seconds is not None and self._watch.hard_at is None:
+            self._watch.hard_at = self._clock.monotonic() + self._config.drain_seconds
         with contextlib.suppress(BlockingIOError):
             os.write(self._self_pipe[1], b"s")
+
+    def _excused(self) -> bool:
+        return self._watch.within_limits() or self._store.database.waits
+
+    @property
+    def forced(self) -> bool:
+        """Whether an effect was ended by the stop of this worker, instead of being awaited."""
+        return self._watch.forced
+
+    @property
+    def wants_renewal(self) -> bool:
+        """Whether it ended because it had done enough, and nobody has asked it to end."""
+        return self._renewal is not None and not self._watch.drain
 
     # -- the loop --------------------------------------------------------------------------------------------------
 
@@ -168,7 +236,9 @@ class Worker:
         """Work until asked to drain."""
         following: Following | None = None
         idle = False
-        while not self._draining():
+        self._manager.ready("idle")
+        while not self._draining(holds=following is not None):
+            self._watchdog.beat()
             if following is None:
                 following = self._claim(idle)
                 idle = idle and following is None
@@ -178,6 +248,9 @@ class Worker:
             if following.answer is None:
                 self._faults.reach("after_claim")
             following = self._execute(following)
+        self._manager.stopping(self._renewal or "draining")
+        if self._renewal is not None:
+            log.info("%s: %s; it ends and makes room for a fresh one", self._config.name, self._renewal)
         if following is not None:
             self._give_back(following)
         self._watch.park()
@@ -187,8 +260,14 @@ class Worker:
         self._store.wakes.forget(self._config.process_id)
         self._store.close()
 
-    def _draining(self) -> bool:
-        return self._watch.drain
+    def _draining(self, *, holds: bool = False) -> bool:
+        """Whether to take nothing new. Limits end nobody who holds a claim, so what was claimed is also executed."""
+        if self._watch.drain:
+            return True
+        if self._renewal is None and self._limits.any and not holds:
+            age = self._clock.monotonic() - self._began
+            self._renewal = self._limits.reached(self._watch.done + self._watch.failed, age, own_rss)
+        return self._renewal is not None
 
     def _claim(self, idle: bool) -> Following | None:
         """Claim something. An idle worker looks first, without the gate, and prepares for what it sees."""
@@ -219,6 +298,13 @@ class Worker:
     def _execute(self, current: Following) -> Following | None:
         """Run one delivery and finish it; returns what follows if there is something."""
         claim = current.claim
+        log_lines.bind(
+            run=claim.run_id,
+            task=claim.task_id,
+            attempt=claim.number,
+            delivery=claim.fence.delivery,
+            trace=claim.trace_id,
+        )
         self._watch.begin(claim)
         if self._signals > 1:
             self._watch.token.cancel("drain")
@@ -253,6 +339,7 @@ class Worker:
             self._watch.done += 1
         else:
             self._watch.failed += 1
+            log.info("%s %s: %s", claim.task_id, ending.attempt.outcome, ending.attempt.error_json)
         next_claim = not self._draining()
         if next_claim and self._looks_ahead:
             self._look_ahead()
@@ -297,6 +384,7 @@ class Worker:
     def _sleep(self, idle: bool) -> bool:
         """Say that we are idle, look once more, and sleep until called. Returns True: idle from now on."""
         if not idle:
+            log_lines.unbind()
             self._watch.park()
             # What was finished last becomes durable before we rest.
             self._store.set_process_state(self._config.process_id, "idle", durable=True)
@@ -329,3 +417,4 @@ class Worker:
         if drain:
             self._watch.drain = True
         self._next_beat = self._clock.monotonic() + self._timing.heartbeat
+        self._manager.status(f"{self._watch.done} done, {self._watch.failed} failed")

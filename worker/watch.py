@@ -33,6 +33,7 @@ class Token:
 
     def __init__(self) -> None:
         self._fd = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
+        self._stop_fd = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         self._reason: str | None = None
 
     def fileno(self) -> int:
@@ -51,6 +52,19 @@ class Token:
         if self._reason is None:
             self._reason = reason
             os.eventfd_write(self._fd, 1)
+
+    def announce_stop(self) -> None:
+        """This worker was told to stop by a signal. What runs may finish; safe to call from a signal handler."""
+        os.eventfd_write(self._stop_fd, 1)
+
+    def stop_follows(self, seconds: float) -> bool:
+        """Whether such a signal has come, or comes within `seconds`.
+
+        A stop that goes to every process at one instant reaches a command and its worker in any order.
+        """
+        poller = select.poll()
+        poller.register(self._stop_fd, select.POLLIN)
+        return bool(poller.poll(seconds * 1000))
 
     def reset(self) -> None:
         """Make ready for the next attempt."""
@@ -73,6 +87,10 @@ class Watch:
     ) -> None:
         self.token = Token()
         self.drain = False
+        self.hard_at: float | None = None
+        """When a drain ends what runs (monotonic seconds); a worker of a pool is told by its supervisor instead."""
+        self.forced = False
+        """Whether that limit, or a second stop signal, has ended something."""
         self.done = 0
         self.failed = 0
         self._path = path.absolute()  # the main thread changes its folder for a moment to start a command in another
@@ -86,6 +104,7 @@ class Watch:
         self._parked = threading.Event()
         self._parked.set()
         self._nudge = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
+        self._told_drain = False
         self._thread = start_quiet_thread(self._run, "watch")
 
     def begin(self, claim: Claim) -> None:
@@ -99,6 +118,10 @@ class Watch:
     def end(self) -> None:
         """The attempt does not run any more; the thread stays awake for the next one."""
         self._current = None
+
+    def within_limits(self) -> bool:
+        """Whether an attempt runs: then this thread ends the process if it hangs."""
+        return self._current is not None
 
     def park(self) -> None:
         """The worker becomes idle: from now on the wake-up socket belongs to the main thread."""
@@ -140,6 +163,12 @@ class Watch:
     def _look(self, store: Store, current: tuple[Claim, float], next_beat: float) -> float:
         claim, started = current
         now = self._clock.monotonic()
+        if self.drain and not self._told_drain:
+            self._told_drain = True
+            store.set_process_state(self._process_id, "draining")
+        if self.hard_at is not None and now >= self.hard_at:
+            self.forced = True
+            self._cancel(current, "drain")
         if now > started + claim.timeout_ms / 1000 + self._timing.grace:
             log.error("attempt %d of %s hangs beyond its limit; this worker ends", claim.number, claim.task_id)
             os._exit(HANG_EXIT_CODE)

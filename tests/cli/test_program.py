@@ -16,7 +16,7 @@ import pytest
 
 VERBS = (
     "cancel", "check", "completion", "coordinator", "events", "inspect", "logs", "plan", "resume", "run", "runs",
-    "schema", "status", "submit", "version", "wait", "watch", "workers",
+    "doctor", "metrics", "schema", "status", "submit", "version", "wait", "watch", "worker", "workers",
 )  # fmt: skip
 
 
@@ -106,7 +106,7 @@ def test_completion(cli: Any, shell: str) -> None:
     assert result.code == 0
     assert "_AGENTCTL_COMPLETE" in result.out
     if shell == "bash":
-        answer = cli(env={"_AGENTCTL_COMPLETE": "bash_complete", "COMP_WORDS": "agentctl work", "COMP_CWORD": "1"})
+        answer = cli(env={"_AGENTCTL_COMPLETE": "bash_complete", "COMP_WORDS": "agentctl workers", "COMP_CWORD": "1"})
         assert answer.out.strip() == "plain,workers"
 
 

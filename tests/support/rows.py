@@ -36,6 +36,7 @@ TABLES = [
     "artifact_refs",
     "long_term_memory",
     "compensations_due",
+    "run_numbers",
 ]
 
 

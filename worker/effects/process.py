@@ -6,9 +6,9 @@ so neither a full pipe nor a pipe that a grandchild keeps open can hold it up. E
 timeout, then the grace after SIGTERM, then `KILL_WAIT_SECONDS` after SIGKILL, then `STRAY_WAIT_SECONDS` for
 what the process left behind.
 
-The exit of the direct child decides the outcome. Whatever else is in its group is killed then; what escaped
-into other sessions is re-parented to this worker (a child subreaper), found, killed, reaped and reported
-(contract row 27).
+The exit of the direct child decides the outcome, unless it died of a stop signal that this worker got as
+well. Whatever else is in its group is killed then; what escaped into other sessions is re-parented to this
+worker (a child subreaper), found, killed, reaped and reported (contract row 27).
 
 One run at a time per process: the working folder is set around the spawn, and while a run lasts every new
 child of this process is taken to belong to it.
@@ -44,6 +44,9 @@ DEFAULT_GRACE_SECONDS: Final = 2.0
 KILL_WAIT_SECONDS: Final = 1.0
 STRAY_WAIT_SECONDS: Final = 1.5
 QUIET_SECONDS: Final = 0.004
+STOP_WAIT_SECONDS: Final = 0.25
+STOP_SIGNALS: Final = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
+"""What a service manager, a shutting down machine or a terminal sends to whole groups."""
 CHUNK: Final = 65536
 
 _PR_SET_CHILD_SUBREAPER: Final = 36
@@ -234,7 +237,7 @@ class _Run:
                 reason = self._token.reason
             if ending is not Ending.EXITED:
                 self._end()
-            return self._settle(ending, reason)
+            return self._if_stopped(self._settle(ending, reason))
         finally:
             self._close()
 
@@ -426,6 +429,22 @@ class _Run:
         self._sweep(pid, result)
         result.stdout = b"".join(self._chunks[1])
         result.stderr = b"".join(self._chunks[2])
+        return result
+
+    def _if_stopped(self, result: ProcessResult) -> ProcessResult:
+        """Tell a process that died of the stop signal that its worker got as well from one that failed.
+
+        A stop of the whole group at one instant is a drain that the process did not wait for: its death says nothing
+        about the task. A shell hands such a death on as 128 and the number.
+        """
+        ended = (*STOP_SIGNALS, *(128 + number for number in STOP_SIGNALS))
+        if result.ending is not Ending.EXITED or not {result.signal, result.exit_code}.intersection(ended):
+            return result
+        # Not every token hears of stops: those of a caller without a worker never do.
+        stop_follows = getattr(self._token, "stop_follows", None)
+        if stop_follows is not None and stop_follows(STOP_WAIT_SECONDS):
+            self._token.cancel("drain")  # type: ignore[union-attr]  # what hears of stops can be cancelled
+            result.ending, result.reason = Ending.CANCELLED, self._token.reason  # type: ignore[union-attr]
         return result
 
     def _drain(self, descriptor: int) -> None:

@@ -1,0 +1,257 @@
+"""The systemd units: made from the code, checked by systemd's own tools where they exist, written and enabled."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import runpy
+import shlex
+import shutil
+import subprocess
+from collections.abc import Mapping
+from pathlib import Path
+
+import pytest
+from agentctl.cli.unit_files import COORDINATOR, MARK, POOL, STOP_SLACK_SECONDS, WORKER, Site, quoted, units
+from support.field import Field
+
+ROOT = Path(__file__).resolve().parents[2]
+ANALYZE = shutil.which("systemd-analyze")
+NEEDS_ANALYZE = pytest.mark.skipif(ANALYZE is None, reason="there is no systemd-analyze here")
+EXPOSURE_LIMIT = 25
+"""Tenths: systemd calls less than 5.0 medium and less than 2.0 safe; what is open is named in `cli.unit_files`."""
+
+
+def settings(text: str) -> dict[str, list[str]]:
+    found: dict[str, list[str]] = {}
+    for line in text.splitlines():
+        if "=" in line and not line.startswith("#"):
+            name, _, value = line.partition("=")
+            found.setdefault(name, []).append(value)
+    return found
+
+
+def write(folder: Path, made: Mapping[str, str]) -> list[Path]:
+    for name, text in made.items():
+        (folder / name).write_text(text)
+    return [folder / name for name in made]
+
+
+def analyze(*words: str | Path, folder: Path) -> subprocess.CompletedProcess[str]:
+    assert ANALYZE is not None
+    env = {**os.environ, "SYSTEMD_UNIT_PATH": f"{folder}:", "XDG_RUNTIME_DIR": str(folder), "SYSTEMD_COLORS": "0"}
+    return subprocess.run([ANALYZE, *map(str, words)], capture_output=True, text=True, check=False, env=env)
+
+
+def test_the_files_in_the_repository_are_what_the_code_makes() -> None:
+    made = dict(runpy.run_path(str(ROOT / "ops/systemd/render.py"))["rendered"]())
+    for path, text in made.items():
+        assert path.read_text() == text, f"run `python ops/systemd/render.py`: {path.name} differs"
+    assert set((ROOT / "ops/systemd").rglob("*.service")) == set(made)
+
+
+@pytest.mark.parametrize("user", [None, "agentctl"], ids=["user", "system"])
+def test_what_every_unit_promises(user: str | None) -> None:
+    for name, text in units(Site("/usr/bin/agentctl", user, drain_seconds=90)).items():
+        found = settings(text)
+        assert text.startswith(MARK)
+        for key, value in {
+            "Type": "notify",
+            "NotifyAccess": "main",
+            "KillMode": "mixed",
+            "Restart": "on-failure",
+            "OOMPolicy": "continue",
+            "NoNewPrivileges": "yes",
+            "StartLimitIntervalSec": "0",
+        }.items():
+            assert found[key] == [value], (name, key)
+        assert int(found["WatchdogSec"][0]) > 0
+        drain = 0 if name == COORDINATOR else 90
+        assert int(found["TimeoutStopSec"][0]) == drain + STOP_SLACK_SECONDS
+        # What is read from /proc decides who is alive: it must be the same for all.
+        assert "ProcSubset" not in found
+        assert "RestrictRealtime" not in found
+        assert ("User" in found) == (user is not None)
+        assert found["WantedBy"] == ["multi-user.target" if user else "default.target"]
+
+
+@NEEDS_ANALYZE
+@pytest.mark.parametrize("user", [None, "root"], ids=["user", "system"])
+def test_systemd_understands_them(tmp_path: Path, user: str | None) -> None:
+    odd = tmp_path / "a b%c$d"
+    odd.mkdir()
+    program = odd / "agentctl"
+    program.symlink_to("/bin/true")
+    site = Site(str(program), user, str(odd / "runtime.db"), max_tasks=9, max_rss="1G", writable=(str(odd),))
+    for number, made in enumerate((units(site), units(Site("/bin/true", user)))):
+        folder = tmp_path / str(number)
+        folder.mkdir()
+        paths = write(folder, made)
+        paths[-1].rename(folder / "agentctl-worker@1.service")
+        names = [*paths[:-1], folder / "agentctl-worker@1.service"]
+        done = analyze("verify", "--man=no", *(["--user"] if user is None else []), *names, folder=folder)
+        said = [line for line in done.stderr.splitlines() if "agentctl" in line or str(folder) in line]
+        assert said == [], done.stderr
+        assert done.returncode == 0, done.stderr
+
+
+@NEEDS_ANALYZE
+def test_they_leave_little_open(tmp_path: Path) -> None:
+    for path in write(tmp_path, units(Site("/bin/true", "root"))):
+        place = path.rename(path.with_name(path.name.replace("@", "@1")))
+        # `root` exists everywhere, which verification needs, and costs points that the account `agentctl` does not.
+        place.write_text(place.read_text().replace("User=root", "User=nobody"))
+        done = analyze("security", "--offline=yes", f"--threshold={EXPOSURE_LIMIT}", place, folder=tmp_path)
+        assert done.returncode == 0, done.stdout[-2000:] + done.stderr
+
+
+@pytest.mark.parametrize(
+    ("word", "text"),
+    [
+        ("/plain/path", "/plain/path"),
+        ("/a b", '"/a b"'),
+        ("/50%", "/50%%"),
+        ('/q"x', '"/q\\"x"'),
+        ("/b\\s", '"/b\\\\s"'),
+        ("%h/.local/bin/agentctl", "%h/.local/bin/agentctl"),
+        ("", '""'),
+        ("/pay$me", "/pay$me"),
+    ],
+)
+def test_words_keep_their_meaning(word: str, text: str) -> None:
+    assert quoted(word) == text
+
+
+# -- `workers install` -------------------------------------------------------------------------------------------------
+
+SYSTEMCTL = """\
+#!/bin/sh
+printf '%s\\n' "$*" >> "$SAID"
+case "$*" in *"$FAILS"*) echo "Failed to connect to bus" >&2; exit 1;; esac
+"""
+
+
+@pytest.fixture
+def systemd(field: Field) -> Path:
+    """A folder in which a user's units lie, and a `systemctl` that writes down what it is told."""
+    field.tool("systemctl", SYSTEMCTL)
+    said = field.root / "said"
+    said.touch()
+    tools = field.root / "tools"
+    field.environment |= {
+        "SAID": str(said),
+        "FAILS": "nothing of this",
+        "XDG_CONFIG_HOME": str(field.root / "config"),
+        "PATH": f"{tools}:{os.environ['PATH']}",
+    }
+    return field.root / "config" / "systemd" / "user"
+
+
+def test_a_pool_is_written_and_enabled(field: Field, systemd: Path) -> None:
+    database = field.root / "data base" / "runtime.db"
+    result = field.json("--db", database, "workers", "install", "--user", "-n", "3", "--max-age", "12h")
+    assert result.code == 0, result.err
+    assert result.data["enabled"] is True
+    assert [path.name for path in systemd.iterdir()] == [POOL]
+    text = (systemd / POOL).read_text()
+    assert f'Environment="AGENTCTL_DB={database}"' in text
+    command = shlex.split(settings(text)["ExecStart"][0])
+    assert command[1:] == ["workers", "start", "-n", "3", "--name", "pool", "--drain-seconds", "30", "--max-age", "12h"]
+    assert os.access(command[0], os.X_OK)
+    assert (field.root / "said").read_text().splitlines() == ["--user daemon-reload", f"--user enable --now {POOL}"]
+    assert not database.exists()  # whoever starts the unit makes it
+
+
+def test_a_unit_for_each_worker(field: Field, systemd: Path) -> None:
+    assert field.json("workers", "install", "--user", "-n", "2", "--each").code == 0
+    assert sorted(path.name for path in systemd.iterdir()) == sorted([COORDINATOR, WORKER])
+    told = (field.root / "said").read_text().splitlines()[1]
+    assert told == f"--user enable --now {COORDINATOR} agentctl-worker@1.service agentctl-worker@2.service"
+
+
+def test_the_command_of_the_unit_works(field: Field, systemd: Path) -> None:
+    """What is in the unit is started as it stands there, told its socket, and stopped."""
+    assert field.json("workers", "install", "--user", "-n", "1", "--no-enable").code == 0
+    found = settings((systemd / POOL).read_text())
+    home = field.root / "home"
+    home.mkdir()
+    environment = dict(pair.split("=", 1) for line in found["Environment"] for pair in line.split())
+    environment = {name: value.replace("%h", str(home)).replace("%n", POOL) for name, value in environment.items()}
+    process = field.spawn(*shlex.split(found["ExecStart"][0]), env=environment)
+    database = home / ".local/state/agentctl/runtime.db"
+    assert environment["AGENTCTL_DB"] == str(database)
+
+    def listed() -> list[dict[str, object]]:
+        if not database.exists():
+            return []
+        answer = field.json("workers", "list", env={"AGENTCTL_DB": str(database)})
+        return [] if answer.code else answer.data["workers"]
+
+    from support.children import wait_until
+
+    wait_until(lambda: any(worker["state"] == "idle" for worker in listed()), process.err or "an idle worker")
+    assert [worker["unit"] for worker in listed()] == [POOL]
+    field.stop(process)
+
+
+def test_print_writes_nothing(field: Field, systemd: Path) -> None:
+    for words in (["--user"], ["--each"], []):
+        result = field("workers", "install", "--print", *words)
+        assert result.code == 0
+        assert "ExecStart=" in result.out
+    assert not systemd.exists()
+    assert (field.root / "said").read_text() == ""
+    data = field.json("workers", "install", "--print").data
+    assert (data["written"], data["enabled"]) == (False, False)
+    assert json.dumps(data).count("User=agentctl") == 1
+
+
+def test_units_of_others_are_left_alone_and_ours_are_replaced(field: Field, systemd: Path) -> None:
+    systemd.mkdir(parents=True)
+    (systemd / WORKER).write_text("[Service]\nExecStart=/bin/true\n")
+    result = field.json("workers", "install", "--user", "--each")
+    assert (result.code, result.error["code"]) == (5, "conflict")
+    assert [path.name for path in systemd.iterdir()] == [WORKER]  # all or none
+    assert (systemd / WORKER).read_text() == "[Service]\nExecStart=/bin/true\n"
+    for count in ("2", "5"):
+        assert field.json("workers", "install", "--user", "-n", count).code == 0
+        assert f"-n {count} " in (systemd / POOL).read_text()
+
+
+@pytest.mark.parametrize("step", ["daemon-reload", "enable"])
+def test_a_systemctl_that_fails_is_told_of(field: Field, systemd: Path, step: str) -> None:
+    result = field.json("workers", "install", "--user", env={"FAILS": step})
+    assert (result.code, result.error["code"]) == (5, "environment")
+    assert "Failed to connect to bus" in result.error["message"]
+    assert step in result.error["message"]
+    assert (systemd / POOL).exists()
+
+
+@pytest.mark.parametrize(
+    ("words", "code"),
+    [
+        (["--run-as", "no-such-user-here"], 5),
+        (["--run-as", "a;b"], 2),
+        (["--user", "--max-rss", "1M"], 2),
+        (["--user", "--max-age", "soon"], 2),
+        (["--user", "--writable", "/tmp/a\nb"], 2),
+        (["--user", "-n", "0"], 2),
+    ],
+)
+def test_what_cannot_be_installed(field: Field, systemd: Path, words: list[str], code: int) -> None:
+    result = field.json("workers", "install", *words)
+    assert result.code == code, result.err
+    assert not systemd.exists()
+    assert (field.root / "said").read_text() == ""
+
+
+def test_a_stop_leaves_time_for_what_a_drain_takes() -> None:
+    """The supervisor's own bounds after the drain limit, which `TimeoutStopSec` has to exceed."""
+    from agentctl.coordinator.supervisor import HARD_END_SECONDS
+
+    assert STOP_SLACK_SECONDS >= 4 * HARD_END_SECONDS
+
+
+def test_only_a_mark_at_the_head_of_a_unit_counts() -> None:
+    assert re.fullmatch(r"# Made by `agentctl workers install`.*", MARK)
