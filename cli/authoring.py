@@ -219,12 +219,13 @@ def _plan_rows(plan: Plan) -> Iterator[tuple[object, ...]]:
 
 
 def _effect(plan: Plan, policy: Policy, task: CompiledTask) -> str:
-    from agentctl.coordinator.kinds import EFFECTS, decision_on
+    from agentctl.coordinator.kinds import EFFECTS, approved_steps, decision_on
 
     if task.uses_kind == "agent":
         agent = plan.agents[task.uses_name]
         tools = len(agent["tools"])
-        return f"model {agent['provider']}" + (f", {tools} {'tool' if tools == 1 else 'tools'}" if tools else "")
+        said = f"model {agent['provider']}" + (f", {tools} {'tool' if tools == 1 else 'tools'}" if tools else "")
+        return said + (", asks a person" if any(approved_steps(policy, agent, plan.tools)) else "")
     decision = decision_on(policy, task.action_kind)
     if decision is None:
         return "none"

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
 
 from agentctl.store.policy import Decision, Policy, decide_effect, policy_name_of
 
@@ -75,3 +76,27 @@ def decision_on(policy: Policy, kind: str | None, *, interactive: bool = False) 
         risk=facts.risk,
         interactive=interactive,
     )
+
+
+def approved_steps(policy: Policy, agent: Mapping[str, Any], tools: Mapping[str, Any]) -> Iterator[str]:
+    """The operations of an agent that a person has to approve first, as far as its run comes to them (contract 11.1).
+
+    `agent` and `tools` are as in a plan. A tool is taken by what it says of itself, which is never less than it does.
+    """
+    steps = [] if agent.get("instructionsFile") is None else [("agent.instructions.read", "observe", "low", "policy")]
+    steps.append((agent["provider"], "model", "medium", "policy"))
+    for name in sorted(agent["tools"]):
+        tool = tools[name]
+        steps.append((f"tool.{name}", tool["effectClass"], tool["risk"], tool["approval"]))
+    # Whether names are allowed is another question: a tool has several.
+    bare = replace(policy, providers=frozenset(), tools_allow=frozenset(), tools_deny=frozenset())
+    for operation, effect_class, risk, approval in steps:
+        decision = decide_effect(
+            bare,
+            policy_name=operation,
+            effect_class=effect_class,
+            risk=risk,
+            tool_approval=approval,
+        )
+        if decision.needs_approval:
+            yield operation

@@ -25,7 +25,7 @@ from agentctl.store.policy import Policy
 from agentctl.store.records import TASK_METADATA_VERSION, TaskRow
 from agentctl.store.states import REPEATABLE_IDEMPOTENCY
 
-from .kinds import EFFECTS, decision_on
+from .kinds import EFFECTS, approved_steps, decision_on
 from .plan import MEMORY_WRITERS, CompiledTask, Plan
 from .plan_index import PlanIndex, contract_of
 from .recovery_plan import WORKFLOW, Block, RecoveryPlan, Verdict
@@ -395,7 +395,7 @@ class _Planner:
         if definition != wanted[0]:
             raise _Fault("definition_fingerprint_mismatch", f"the definition of {name} has changed")
         self.check_effects(old)
-        if task.uses_kind == "agent" and contract_of("agent", task.output_schema) is None and self.feeds(task):
+        if task.uses_kind == "agent" and contract_of("agent", self.index.schema(task)) is None and self.feeds(task):
             message = f"{name} is an agent without an output contract, and other tasks use what it says"
             raise _Fault("missing_output_contract", message)
         self.check_output(task, old)
@@ -625,14 +625,22 @@ class _Planner:
             "uncertainSourceEffects": open_ends,
         }
         policy = Policy.from_json(self.target.policy)
-        asked: dict[str | None, bool] = {}
+        asked: dict[tuple[str | None, str], list[str]] = {}
         for task in fresh:
-            if task.action_kind not in asked:
-                decision = decision_on(policy, task.action_kind)
-                asked[task.action_kind] = decision is not None and decision.needs_approval
-            if asked[task.action_kind]:
-                plan.approvals.append(f"{task.id}:{EFFECTS[str(task.action_kind)].operation}")
+            what = (task.action_kind, task.uses_name if task.uses_kind == "agent" else "")
+            if what not in asked:
+                asked[what] = list(self.approved(policy, task))
+            plan.approvals += [f"{task.id}:{operation}" for operation in asked[what]]
         plan.warnings += self.warnings(fresh, open_ends)
+
+    def approved(self, policy: Policy, task: CompiledTask) -> Iterable[str]:
+        """The operations of a task that a person will be asked for."""
+        if task.uses_kind == "agent":
+            yield from approved_steps(policy, self.target.agents[task.uses_name], self.target.tools)
+            return
+        decision = decision_on(policy, task.action_kind)
+        if decision is not None and decision.needs_approval:
+            yield EFFECTS[str(task.action_kind)].operation
 
     def warnings(self, fresh: Sequence[CompiledTask], open_ends: int) -> Iterable[str]:
         if open_ends:

@@ -524,8 +524,8 @@ class Scheduler:
             if decision is not None and loads(decision)["result"]:
                 raise _not_converged(task)
             return Foreseen(None, output_digest=text_digest(self._aggregate(position)))
-        text = canonical(self.index.input(position)(scope))
-        return Foreseen(None, input_digest=self._input_digest(position, text, own, snapshot))
+        told = _told(canonical(self.index.input(position)(scope)), self._instructions(position, scope))
+        return Foreseen(None, input_digest=self._input_digest(position, told, own, snapshot))
 
     def leave_open(self, position: int) -> None:
         """Take a task that had ended for one that has not: nothing can be foreseen from it any more."""
@@ -587,8 +587,7 @@ class Scheduler:
                 rendered = self.index.input(position)(scope)
                 rendered_text = canonical(rendered)
                 said = self._instructions(position, scope)
-                depends_on = rendered_text if said is None else f"{rendered_text},{canonical(said)}"
-                digest = self._input_digest(position, depends_on, own, snapshot)
+                digest = self._input_digest(position, _told(rendered_text, said), own, snapshot)
                 if not self.index.effect_free(position):
                     self._enqueue(position, rendered, rendered_text, decision, digest, snapshot, batch, said)
                     return
@@ -831,6 +830,11 @@ class Scheduler:
             self._fetch(missing)
         tasks = sorted((task.id, i) for i, task in enumerate(self.index.tasks) if i in self._text)
         return "{" + ",".join(f"{canonical(task_id)}:{self._text[i]}" for task_id, i in tasks) + "}"
+
+
+def _told(input_text: str, instructions: str | None) -> str:
+    """What an attempt is given, for its input digest: its input, and the instructions that were rendered for it."""
+    return input_text if instructions is None else f"{input_text},{canonical(instructions)}"
 
 
 def _not_converged(task: CompiledTask) -> TaskFault:
