@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from contextlib import closing
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -14,6 +15,7 @@ from .run import ACTOR, EXIT_BY_STATE, foreground, open_store, signals_held, tim
 
 if TYPE_CHECKING:
     from agentctl.coordinator.compensation import CompensationPlan
+    from agentctl.coordinator.plan import Plan
     from agentctl.store.engine import Store
 
 EXIT_BLOCKED = 3
@@ -44,9 +46,11 @@ def compensate(
     person, 4 an inverse action failed, 130 cancelled.
     """
     from agentctl.coordinator.compensation import plan_compensation, start_compensation
+    from agentctl.coordinator.plan import keeps_artifacts
     from agentctl.store.clock import SystemIds
 
     from . import pool  # noqa: F401  # its import takes a while, and nothing may interrupt what follows for long
+    from .preflight import preflight
 
     with closing(open_store(settings)) as store:
         source_id = views_of(store).find_run(run_name)
@@ -54,9 +58,21 @@ def compensate(
             found, _, _ = plan_compensation(store, source_id, tasks)
             Printer(settings).result("CompensationPlan", found.as_json(), lambda out: _plan_for_people(out, found))
             context.exit(EXIT_BLOCKED if found.blocked else 0)
+
+        def look(workflow: dict[str, Any], plan: Plan, base: str) -> None:
+            preflight(workflow, plan, Path(base))
+            if keeps_artifacts(plan):
+                store.artifacts.blobs.require_writable()
+
         with signals_held():
             found, run_id = start_compensation(
-                store, source_id, SystemIds(store.clock), tasks=tasks, actor=ACTOR, faults=Faults.from_environment()
+                store,
+                source_id,
+                SystemIds(store.clock),
+                tasks=tasks,
+                actor=ACTOR,
+                faults=Faults.from_environment(),
+                before=look,
             )
 
             def tell(printer: Printer, store: Store, run_id: str | None) -> int:

@@ -9,7 +9,7 @@ it can be done, and no transaction.
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -132,8 +132,12 @@ def start_compensation(
     automatic: bool = False,
     actor: str,
     faults: Faults,
+    before: Callable[[dict[str, Any], Plan, str], None] | None = None,
 ) -> tuple[CompensationPlan, str | None]:
     """Plan, and create the run if something can be undone: (plan, id of the new run or None).
+
+    `before` gets the workflow, the plan and the base of paths of a run that is about to be created; what it raises
+    keeps the run from being made.
 
     One durable transaction creates it, and only on what the plan was made from; two that compensate the same run at
     once make one run. With `automatic` a run is made only while somebody has to start it (`compensations.due`), and
@@ -148,7 +152,11 @@ def start_compensation(
             if automatic and not any(block.rule == "compensation_in_progress" for block in found.blocked):
                 compensations.give_up(run_id, blocked=len(found.blocked), actor=actor)
             return found, None
-        new = _new_run(found, source, plan, ids, automatic=automatic, actor=actor, chosen=tuple(tasks))
+        new, workflow, inverse = _new_run(
+            found, source, plan, ids, automatic=automatic, actor=actor, chosen=tuple(tasks)
+        )
+        if before is not None:
+            before(workflow, inverse, new.base_path)
         faults.reach("before_compensation")
         try:
             created = compensations.create(new, source.basis, automatic=automatic, everything=not tasks)
@@ -318,8 +326,8 @@ def _new_run(
     automatic: bool,
     actor: str,
     chosen: tuple[str, ...],
-) -> NewRun:
-    """The run of a plan. Its workflow and its compiled plan are made together, as no document is read again."""
+) -> tuple[NewRun, dict[str, Any], Plan]:
+    """The run of a plan, with its workflow and its compiled plan, made together, as no document is read again."""
     run = source.run
     tasks = list(_tasks(found.inverses))
     approval = plan.compensation["approval"]
@@ -389,7 +397,7 @@ def _new_run(
         "reason": None,
         "automatic": automatic,
     }
-    return NewRun(
+    new = NewRun(
         run_id=ids.new_id("compensation"),
         trace_id=ids.new_id("trace"),
         mode="compensation",
@@ -413,6 +421,7 @@ def _new_run(
         source_run_id=run.run_id,
         lineage_json=canonical(lineage),
     )
+    return new, workflow, derived
 
 
 def _tasks(inverses: Sequence[Inverse]) -> Iterator[CompiledTask]:

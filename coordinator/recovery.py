@@ -140,6 +140,8 @@ class _Planner:
                 remedy="`agentctl db verify` shows everything that does not fit",
                 run_id=source.run.run_id,
             )
+        # A remote task that was found to be completed afterwards stands for the end that its task did not reach.
+        self.ends = {**source.tasks, **{name: _recovered(source, name) for name in source.continued}}
         self.skips = settled_skips(source, self.source_needs)
         self.blobs: dict[tuple[str, int], str] = {}
         self.blocked: dict[str, Block] = {}
@@ -203,9 +205,9 @@ class _Planner:
         if not self.wish.failed_only:
             return list(dict.fromkeys(self.wish.roots))
         open_ends = [
-            name for name, task in self.source.tasks.items() if task.state != "succeeded" and name not in self.skips
+            name for name, task in self.ends.items() if task.state != "succeeded" and name not in self.skips
         ]
-        if not open_ends:
+        if not open_ends and not self.source.continued:
             run = self.source.run
             raise AlreadyTerminal(
                 f"nothing of {run.run_id} is left to do: every task has succeeded, or a decision has skipped it",
@@ -356,7 +358,7 @@ class _Planner:
                 self.block_reuse(task, fault)
                 continue
             try:
-                deltas[task.id] = self.delta(task, self.source.tasks[task.id])
+                deltas[task.id] = self.delta(task, self.ends[task.id])
             except _Fault as fault:
                 deltas[task.id], wrong[task.id] = (), fault
         scheduler = self.scheduler(deltas)
@@ -378,7 +380,7 @@ class _Planner:
 
     def check_record(self, task: CompiledTask) -> None:
         """What can be said of a task by itself, in the order of the table of contract 9.2. Raises `_Fault`."""
-        name, old = task.id, self.source.tasks.get(task.id)
+        name, old = task.id, self.ends.get(task.id)
         if old is None:
             raise _Fault("new_task_outside_repair_closure", f"{name} is new: it has no result that could be reused")
         if old.state != "succeeded" and name not in self.skips:
@@ -473,7 +475,7 @@ class _Planner:
             (key, -1, canonical(value)) for key, value in self.target.memory.items()
         ]
         for task in self.index.tasks:
-            old = self.source.tasks[task.id] if task.id in deltas else None
+            old = self.ends[task.id] if task.id in deltas else None
             state, digest = ("pending", None) if old is None else (old.state, old.output_digest)
             rows.append(TaskRow(task.position, task.id, state, 0, digest, None))
             memory += [(key, task.position, value) for key, value in deltas.get(task.id, ())]
@@ -492,14 +494,14 @@ class _Planner:
     def outputs(self, positions: list[int]) -> dict[int, tuple[str | None, str | None]]:
         found = {}
         for position in positions:
-            old = self.source.tasks.get(self.index.tasks[position].id)
+            old = self.ends.get(self.index.tasks[position].id)
             if old is not None:
                 found[position] = (old.output_json, old.error_json)
         return found
 
     def check_input(self, scheduler: Scheduler, task: CompiledTask) -> None:
         """Whether a task would get what it got, from the initial memory of the target and what is reused."""
-        old = self.source.tasks[task.id]
+        old = self.ends[task.id]
         for before in sorted(self.index.waits[task.position]):
             if scheduler.state[before] == "pending":
                 message = f"{task.id} depends on {self.index.tasks[before].id}, which cannot be reused"
@@ -536,8 +538,11 @@ class _Planner:
             self.blocked[task.id] = self.block(task.id, "target_input_resolution", message)
 
     def taken_over(self, task: CompiledTask, memory: tuple[tuple[str, str | None], ...]) -> ReusedTask:
-        old = self.source.tasks[task.id]
+        old = self.ends[task.id]
+        call = self.source.continued.get(task.id)
         how = "source_succeeded" if old.state == "succeeded" else "source_skipped_by_decision"
+        if call is not None:
+            how = "continued_protocol_effect_applied"
         decision = {
             "formatVersion": 1,
             "reason": self.reason_to_reuse(old),
@@ -545,12 +550,17 @@ class _Planner:
             "sourceWorkflowDigest": self.source.run.workflow_digest,
             "targetWorkflowDigest": self.target.workflow_digest,
             "sourceEffects": [_as_provenance(effect) for effect in self.history(old)],
-            "recoveredEffectId": None,
+            "recoveredEffectId": None if call is None else call.effect_id,
         }
         definition, contract = self.prints[task.position]
-        return ReusedTask(task.position, old, canonical(decision), definition, contract, memory)
+        return ReusedTask(
+            task.position, old, canonical(decision), definition, contract, memory, recovered=call is not None
+        )
 
     def reason_to_reuse(self, old: SourceTask) -> str:
+        if old.task_id in self.source.continued:
+            peer_did = "its remote task was observed to be completed after its run had ended"
+            return f"{peer_did}, and nothing that it depends on has changed"
         how = "succeeded" if old.state == "succeeded" else "was skipped by a decision that would be made again"
         return f"{how}, and nothing that it depends on has changed"
 
@@ -666,6 +676,19 @@ _LONG_TERM_READS = frozenset({"builtin.long_term_memory.read", "builtin.long_ter
 def _needs(task: CompiledTask) -> str:
     shown = ", ".join(task.needs[:5]) or "nothing"
     return shown if len(task.needs) <= 5 else f"{shown} and {len(task.needs) - 5} more"
+
+
+def _recovered(source: SourceRun, name: str) -> SourceTask:
+    """A task of the source as if its run had had the result of its remote task in time."""
+    call = source.continued[name]
+    return replace(
+        source.tasks[name],
+        state="succeeded",
+        output_json=call.result_json,
+        output_digest=text_digest(call.result_json),
+        error_json=None,
+        told_output=call.told_result,
+    )
 
 
 def _skipped_by(old: SourceTask) -> str | None:

@@ -62,6 +62,18 @@ class SourceEffect:
 
 
 @record
+class ContinuedCall:
+    """The remote task of an ended task was observed after all (`effects continue-remote`): it has done its work.
+
+    `told_result` is the digest of its result that the chain tells, None in chains of earlier versions.
+    """
+
+    effect_id: str
+    result_json: str
+    told_result: str | None
+
+
+@record
 class SourceHead:
     """How far the history of a run had come: whatever happens to it afterwards changes this."""
 
@@ -76,7 +88,8 @@ class SourceRun:
 
     `effects` are by task, oldest first. `earlier` are conclusions (or None) about effects of other runs, by effect: of
     those that tasks depend on which were reused before. `memory` are the values that each position has written to
-    working memory, as the chain tells; `references` are (path, digest, size) of the artifacts of each task.
+    working memory, as the chain tells; `references` are (path, digest, size) of the artifacts of each task. `continued`
+    are calls by the tasks that have ended without their result.
     """
 
     run: Run
@@ -87,13 +100,15 @@ class SourceRun:
     earlier: dict[str, str | None]
     memory: dict[int, dict[str, str | None]]
     references: dict[str, list[tuple[str, str, int]]]
+    continued: dict[str, ContinuedCall]
 
 
 @record
 class ReusedTask:
     """A task of the new run that takes over the end of one of the source; `memory` is (key, value or None).
 
-    `decision_json` tells why it could be reused; the fingerprints are those of the new run's plan.
+    `decision_json` tells why it could be reused; the fingerprints are those of the new run's plan. With `recovered`
+    the end is not the one of the source's row, but what `source` says in its place.
     """
 
     position: int
@@ -102,6 +117,7 @@ class ReusedTask:
     definition_fingerprint: str
     output_contract_fingerprint: str
     memory: tuple[tuple[str, str | None], ...] = ()
+    recovered: bool = False
 
 
 # -- the source --------------------------------------------------------------------------------------------------------
@@ -141,7 +157,15 @@ def read_source(tx: Connection, run_id: str) -> SourceRun:
     for effect in _effects(tx, run):
         effects.setdefault(effect.task_id, []).append(effect)
     return SourceRun(
-        run, documents, _head(tx, run_id), tasks, effects, _earlier(tx, tasks.values()), memory, references
+        run,
+        documents,
+        _head(tx, run_id),
+        tasks,
+        effects,
+        _earlier(tx, tasks.values()),
+        memory,
+        references,
+        dict(_continued(tx, run, told["results"])),
     )
 
 
@@ -217,6 +241,22 @@ def _effects(tx: Connection, run: Run) -> Iterator[SourceEffect]:
         (run.first_task, run.first_task + run.task_count - 1, run.run_id),
     ):
         yield SourceEffect(*(*row[:6], bool(row[6]), bool(row[7]), row[8]))
+
+
+def _continued(tx: Connection, run: Run, told: dict[str, str]) -> Iterator[tuple[str, ContinuedCall]]:
+    """Calls of the last attempts of tasks that did not succeed, whose remote task was observed to be completed."""
+    for task_id, effect_id, result in tx.execute(
+        "SELECT t.task_id, e.effect_id, c.result_json FROM effect_reconciliations c "
+        "JOIN effects e ON e.effect_id = c.effect_id AND e.operation = 'a2a.delegate' "
+        "JOIN attempts a ON a.attempt_id = e.attempt_id "
+        "JOIN tasks t ON t.task_no = a.task_no AND t.attempt = a.number AND t.state IN ('failed', 'cancelled') "
+        "WHERE c.run_id = ? AND c.status = 'applied' "
+        "AND json_extract(c.evidence_json, '$.kind') = 'protocol_observation' AND c.reconciliation_no = "
+        "(SELECT l.reconciliation_no FROM effect_reconciliations l WHERE l.effect_id = c.effect_id "
+        "ORDER BY l.created_at DESC, l.reconciliation_no DESC LIMIT 1)",
+        (run.run_id,),
+    ):
+        yield task_id, ContinuedCall(effect_id, result, told.get(effect_id))
 
 
 def _earlier(tx: Connection, tasks: Any) -> dict[str, str | None]:
@@ -323,6 +363,29 @@ def _take_over(tx: Connection, new: NewRun, source: Run, first: int, reused: Seq
                 task.source.output_digest,
             )
             for task in reused
+            if not task.recovered
+        ],
+    )
+    tx.executemany(
+        "UPDATE tasks AS t SET state = 'succeeded', disposition = 'reused', metadata_version = s.metadata_version, "
+        "input_digest = s.input_digest, output_json = ?, output_digest = ?, decision_json = s.decision_json, "
+        "definition_fingerprint = ?, output_contract_fingerprint = ?, source_run_id = s.run_id, "
+        "source_task_id = s.task_id, source_attempt = s.attempt, reuse_decision_json = ?, ended_at = ?, "
+        "updated_at = ? FROM tasks s WHERE t.task_no = ? AND s.task_no = ? AND s.state IN ('failed', 'cancelled')",
+        [
+            (
+                task.source.output_json,
+                task.source.output_digest,
+                task.definition_fingerprint,
+                task.output_contract_fingerprint,
+                task.decision_json,
+                now,
+                now,
+                first + task.position,
+                source.first_task + task.source.position,
+            )
+            for task in reused
+            if task.recovered
         ],
     )
     if tx.total_changes() - before != len(reused):

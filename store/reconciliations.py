@@ -10,7 +10,7 @@ import json
 from typing import Any
 
 from . import audit, conversations, ledger, process_identity, processes, protocols, runs
-from .canonical import canonical
+from .canonical import canonical, text_digest
 from .database import Connection
 from .errors import ConflictError, IncompatibleVersion, NotFoundError
 from .process_identity import Liveness, ProcessIdentity
@@ -93,6 +93,9 @@ def reconcile(tx: Connection, new: NewReconciliation, *, now: int) -> tuple[str,
     if new.protocol is not None:
         protocols.write(tx, run_id, task_id, new.effect_id, new.protocol, events, now=now)
     state: dict[str, Any] = {"reconciliations": {new.effect_id: new.status}}
+    if new.result_json is not None:
+        # Others may go on with it, so it has to be proven like an output.
+        state["results"] = {new.effect_id: text_digest(new.result_json)}
     if new.status == "applied" and new.usage is not None:
         ledger.settle(tx, run_id, task_id, new.effect_id, dispatches, new.usage, events, now=now)
     elif new.status == "applied":

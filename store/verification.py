@@ -98,6 +98,7 @@ def _run_problems(tx: Connection, run_id: str) -> list[str]:
         problems.append("the chain tells of another working memory")
     problems += _task_problems(tx, run, told)
     problems += _artifact_problems(tx, run, told["artifacts"])
+    problems += _conclusion_problems(tx, run_id, told)
     output = runs.output(tx, run_id)
     if told["ended"] and told["output"] != (None if output is None else text_digest(output)):
         problems.append("the output of the run is not the one that its chain tells of")
@@ -115,13 +116,15 @@ def rebuild(chain: list[str]) -> dict[str, Any]:
     memory = [[key, -1, value] for key, value in first["workingMemory"].items()]
     told: dict[str, Any] = {"state": first["state"], "reason": None, "cancel": False, "artifacts": {}}
     # Chains of earlier versions tell nothing of documents and of the output.
-    told |= {"output": None, "ended": False}
+    told |= {"output": None, "ended": False, "conclusions": {}, "results": {}}
     for number, change in enumerate(map(json.loads, chain)):
         # A run that was made from another one begins with what it has taken over.
         for position, *values in change.get("tasks", ()):
             tasks[position] = values
         memory.extend(change.get("memory", ()))
         told["artifacts"].update(dict(change.get("artifacts", ())))
+        told["conclusions"].update(change.get("reconciliations", {}))
+        told["results"].update(change.get("results", {}))
         if "state" in change and number:
             told["state"], told["reason"] = change["state"], change.get("reason")
             told["output"] = change.get("output")
@@ -179,6 +182,31 @@ def _artifact_problems(tx: Connection, run: Run, told: dict[int, str]) -> list[s
         if sorted(kept) != sorted(wanted):
             problems.append(f"the references of task {task_id} are not those of its manifest")
     return problems
+
+
+def _conclusion_problems(tx: Connection, run_id: str, told: dict[str, Any]) -> list[str]:
+    """The last conclusion about each effect, and the result that was given with it, against the chain."""
+    kept: dict[str, str] = {}
+    results: dict[str, str] = {}
+    for effect_id, status, result in tx.execute(
+        "SELECT effect_id, status, result_json FROM effect_reconciliations WHERE run_id = ? "
+        "ORDER BY reconciliation_no",
+        (run_id,),
+    ):
+        kept[effect_id] = status
+        if result is not None:
+            results[effect_id] = text_digest(result)
+    problems = [
+        f"the chain tells of another conclusion about effect {effect_id[:12]}"
+        for effect_id in sorted(kept.keys() | told["conclusions"].keys())
+        if kept.get(effect_id) != told["conclusions"].get(effect_id)
+    ]
+    # Chains of earlier versions tell of no results.
+    return problems + [
+        f"the chain tells of another result of effect {effect_id[:12]}"
+        for effect_id, digest in sorted(told["results"].items())
+        if results.get(effect_id) != digest
+    ]
 
 
 def statistics(database: Database, artifacts: Artifacts) -> dict[str, Any]:
