@@ -99,6 +99,7 @@ def _outcome(store: Store, found: CompensationPlan, run_id: str | None) -> dict[
         "compensatedTasks": [],
         "failedTasks": [],
         "blocked": [block.as_json() for block in found.blocked],
+        "elsewhere": found.elsewhere_as_json(),
     }
     if run_id is not None:
         run = store.get_run(run_id)
@@ -119,6 +120,21 @@ def _blocked_for_people(out: Printer, blocked: list[dict[str, Any]]) -> None:
         out.line(f"  and {len(blocked) - SHOWN} more")
 
 
+def _elsewhere_for_people(out: Printer, elsewhere: list[dict[str, Any]]) -> None:
+    """What the run has taken over from others, and how that is undone."""
+    by_run: dict[str | None, list[str]] = {}
+    for item in elsewhere:
+        by_run.setdefault(item["runId"], []).append(clean(item["taskId"]))
+    for run_id, tasks in by_run.items():
+        shown = ", ".join(tasks[:SHOWN]) + (f" and {len(tasks) - SHOWN} more" if len(tasks) > SHOWN else "")
+        if run_id is None:
+            out.line(f"not undone, done by a run that was removed: {shown}")
+            continue
+        options = " ".join(f"--task {task}" for task in tasks) if len(tasks) <= 5 else ""
+        out.line(f"not undone, done by {run_id}: {shown}")
+        out.line(f"next: `{' '.join(filter(None, ('agentctl compensate', run_id, options)))}` undoes that")
+
+
 def _plan_for_people(out: Printer, found: CompensationPlan) -> None:
     data = found.as_json()
     out.line(f"{out.bold(found.source_run_id)}: {len(found.inverses)} to undo, {len(found.already)} undone already")
@@ -130,12 +146,17 @@ def _plan_for_people(out: Printer, found: CompensationPlan) -> None:
     if data["blocked"]:
         out.line("blocked:")
         _blocked_for_people(out, data["blocked"])
+    _elsewhere_for_people(out, data["elsewhere"])
 
 
 def _outcome_for_people(out: Printer, data: dict[str, Any]) -> None:
     source = data["sourceRunId"]
     if data["runId"] is None:
-        out.line(f"{source}: nothing was undone" if data["blocked"] else f"{source}: there is nothing to undo")
+        out.line(
+            f"{source}: nothing was undone"
+            if data["blocked"] or data["elsewhere"]
+            else f"{source}: there is nothing to undo"
+        )
     else:
         why = f" ({data['reason']})" if data["reason"] else ""
         done = len(data["compensatedTasks"])
@@ -146,6 +167,7 @@ def _outcome_for_people(out: Printer, data: dict[str, Any]) -> None:
     if data["blocked"]:
         out.line("blocked:")
         _blocked_for_people(out, data["blocked"])
+    _elsewhere_for_people(out, data["elsewhere"])
     if data["runId"] is not None and data["state"] == "paused":
         out.line(f"next: `agentctl status {data['runId']}` shows what it waits for, `agentctl resume` goes on")
     elif data["failedTasks"]:

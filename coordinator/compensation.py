@@ -15,7 +15,7 @@ from typing import Any
 
 from agentctl.store.canonical import canonical, hex_digest, loads
 from agentctl.store.clock import IdSource
-from agentctl.store.compensations import MAPPING, Compensations, CompensationSource, EffectFact
+from agentctl.store.compensations import MAPPING, Compensations, CompensationSource, EffectFact, TakenOver
 from agentctl.store.engine import Store
 from agentctl.store.errors import ConflictError, RunMoved, TaskFault
 from agentctl.store.faults import Faults
@@ -66,7 +66,11 @@ class Inverse:
 
 @dataclass(slots=True)
 class CompensationPlan:
-    """What a compensation would do, in its order. `selected` are the tasks that were looked at."""
+    """What a compensation would do, in its order. `selected` are the tasks that were looked at.
+
+    `elsewhere` is what stands behind tasks that the run has taken over and not executed: it is undone where it was
+    done.
+    """
 
     source_run_id: str
     automatic: bool
@@ -74,6 +78,7 @@ class CompensationPlan:
     inverses: list[Inverse] = field(default_factory=list)
     blocked: list[Block] = field(default_factory=list)
     already: list[str] = field(default_factory=list)
+    elsewhere: list[TakenOver] = field(default_factory=list)
 
     @property
     def executable(self) -> bool:
@@ -100,7 +105,15 @@ class CompensationPlan:
             ],
             "blocked": [block.as_json() for block in self.blocked],
             "alreadyCompensatedEffects": self.already,
+            "elsewhere": self.elsewhere_as_json(),
         }
+
+    def elsewhere_as_json(self) -> list[dict[str, Any]]:
+        """One object for each task that was taken over: `runId` (null when that run is gone) has the effects."""
+        found: dict[tuple[str, str | None], list[str]] = {}
+        for item in self.elsewhere:
+            found.setdefault((item.task_id, item.run_id), []).append(item.effect_id)
+        return [{"taskId": task, "runId": run, "sourceEffectIds": ids} for (task, run), ids in found.items()]
 
 
 # -- verbs -------------------------------------------------------------------------------------------------------------
@@ -233,6 +246,8 @@ class _Planner:
             if task.compensate is not None and (not wanted or name in wanted):
                 found.selected.append(name)
                 self._look(task, task.compensate, found)
+        chosen = set(found.selected)
+        found.elsewhere = [item for item in self._source.taken_over if item.task_id in chosen]
         return found
 
     def _look(self, task: CompiledTask, declared: dict[str, Any], found: CompensationPlan) -> None:

@@ -204,9 +204,7 @@ class _Planner:
     def chosen_roots(self) -> list[str]:
         if not self.wish.failed_only:
             return list(dict.fromkeys(self.wish.roots))
-        open_ends = [
-            name for name, task in self.ends.items() if task.state != "succeeded" and name not in self.skips
-        ]
+        open_ends = [name for name, task in self.ends.items() if task.state != "succeeded" and name not in self.skips]
         if not open_ends and not self.source.continued:
             run = self.source.run
             raise AlreadyTerminal(

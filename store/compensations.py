@@ -70,10 +70,23 @@ class EarlierRun:
 
 
 @record
+class TakenOver:
+    """What a reused task of the source has done: an effect of another run, which alone can be asked to undo it.
+
+    `run_id` is None when that run was removed.
+    """
+
+    task_id: str
+    effect_id: str
+    run_id: str | None
+
+
+@record
 class CompensationSource:
     """Everything that the plan of a compensation depends on, from one snapshot.
 
-    `outputs` are texts by task, `memory` the final values as texts. `basis` stands for what may change: the number of
+    `outputs` are texts by task, `memory` the final values as texts. `taken_over` are effects behind reused tasks that
+    count as not undone. `basis` stands for what may change: the number of
     compensation runs, and the last conclusion about an effect of any of these runs.
     """
 
@@ -82,6 +95,7 @@ class CompensationSource:
     outputs: dict[str, str]
     memory: dict[str, str]
     effects: list[EffectFact]
+    taken_over: list[TakenOver]
     earlier: list[EarlierRun]
     basis: tuple[int, int]
 
@@ -129,6 +143,7 @@ class Compensations:
                 memory,
                 # What a run in check mode records of itself has changed nothing outside.
                 [] if run.mode == "check" else _effects(tx, run),
+                list(_taken_over(tx, run)),
                 earlier,
                 _basis(tx, run_id),
             )
@@ -332,3 +347,19 @@ def _effects(tx: Connection, run: Run) -> list[EffectFact]:
             (run.first_task, run.first_task + run.task_count - 1, run.run_id),
         )
     ]
+
+
+def _taken_over(tx: Connection, run: Run) -> Iterator[TakenOver]:
+    """Effects that reused tasks go back to, in the order of the tasks, and that may have changed something."""
+    status = _LATEST.format(column="status", effect="e.effect_id")
+    for task_id, effect_id, owner in tx.execute(
+        "SELECT t.task_id, json_extract(j.value, '$.effectId'), e.run_id "  # noqa: S608
+        "FROM tasks t JOIN json_each(t.reuse_decision_json, '$.sourceEffects') j "
+        "LEFT JOIN effects e ON e.effect_id = json_extract(j.value, '$.effectId') "
+        "WHERE t.task_no BETWEEN ? AND ? AND t.disposition = 'reused' "
+        "AND json_extract(j.value, '$.effectClass') NOT IN ('pure', 'observe', 'model') "
+        f"AND COALESCE({status}, json_extract(j.value, '$.reconciled'), "
+        "CASE WHEN json_extract(j.value, '$.confirmed') THEN 'applied' END) = 'applied' ORDER BY t.task_no, j.key",
+        (run.first_task, run.first_task + run.task_count - 1),
+    ):
+        yield TakenOver(task_id, effect_id, owner)

@@ -189,8 +189,7 @@ def _conclusion_problems(tx: Connection, run_id: str, told: dict[str, Any]) -> l
     kept: dict[str, str] = {}
     results: dict[str, str] = {}
     for effect_id, status, result in tx.execute(
-        "SELECT effect_id, status, result_json FROM effect_reconciliations WHERE run_id = ? "
-        "ORDER BY reconciliation_no",
+        "SELECT effect_id, status, result_json FROM effect_reconciliations WHERE run_id = ? ORDER BY reconciliation_no",
         (run_id,),
     ):
         kept[effect_id] = status

@@ -351,7 +351,7 @@ def test_a_replay_asks_nobody_and_shows_what_was_streamed(place: Place) -> None:
 
 
 def test_what_is_derived_from_what_was_derived(place: Place) -> None:
-    """Retry of a retry, replay of a retry, fork of a replay, replay of a fork: each knows where its results are from."""
+    """Retry of a retry, replay of a retry, fork of a replay, replay of a fork: each knows what its results rest on."""
     file, source = failed(place)
     before = requests(place)
     retried = place.derive("retry", file, source, "--failed", code=4)["runId"]

@@ -413,6 +413,45 @@ def test_an_agent_is_undone_by_what_its_task_declares(peers: Peers) -> None:
     place.assert_sound()
 
 
+def test_a_retry_is_undone_where_each_thing_was_done(peers: Peers) -> None:
+    """Reused tasks have no effects of their own: the plan says whose they are, and that run undoes them."""
+    place = peers.place
+    tasks = undoing(peers)[:3]
+    tasks.append({"id": "gate", "uses": "action:sh", "needs": ["second"], "with": {"args": ["-c", "test -e ok"]}})
+    tasks[2] = {**tasks[2], "needs": ["gate"]}
+    file = peers.write(tasks, peers.spec())
+    source = place.go(file, code=4)
+    place.text("ok", "")
+    retried = place.derive("retry", file, source, "--failed")["runId"]
+    plan = place.json("compensate", retried, "--plan").data
+    assert [item["sourceTaskId"] for item in plan["tasks"]] == ["third"]
+    sql = "SELECT effect_id FROM effects WHERE run_id = ? AND task_id = ?"
+    theirs = [
+        {"taskId": name, "runId": source, "sourceEffectIds": [place.scalar(sql, source, name)]}
+        for name in ("first", "second")
+    ]
+    assert plan["elsewhere"] == theirs
+    alone = place("compensate", retried, "--task", "first")
+    assert alone.code == 0
+    assert "nothing was undone" in alone.out
+    assert f"`agentctl compensate {source} --task first`" in alone.out
+    done = place.json("compensate", retried)
+    assert (done.code, done.data["compensatedTasks"], peers.doubled()) == (0, ["third"], [6])
+    assert (done.data["elsewhere"], peers.counts()) == (theirs, (0, 0))
+
+    # A retry of the retry goes back to the same effects; what was undone there is told no more.
+    again = place.derive("repair", file, retried, "--from", "third", "--restart-successful", code=0)["runId"]
+    assert place.json("compensate", again, "--plan").data["elsewhere"] == theirs
+    rest = place.json("compensate", source)
+    assert (rest.code, rest.data["compensatedTasks"], peers.counts()) == (0, ["second", "first"], (1, 1))
+    assert place.json("compensate", retried, "--plan").data["elsewhere"] == []
+    assert place("compensate", retried).out.strip().endswith("there is nothing to undo")
+    # And what was undone is reused by nobody.
+    blocked = place.plan("repair", file, again, "--from", "third", "--restart-successful", compatible=False)
+    assert rules(blocked)["first"] == "unresolved_reused_effect"
+    place.assert_sound()
+
+
 # -- tools of a model that are remote ----------------------------------------------------------------------------------
 
 
@@ -438,7 +477,7 @@ TOOLS: dict[str, dict[str, Any]] = {
             "type": "object", "additionalProperties": False, "required": ["n"],
             "properties": {"n": {"type": "integer"}},
         },
-        "outputSchema": {"type": "object", "required": ["double"]}, "capability": "process.exec",
+        "outputSchema": {"type": "object", "required": ["double"]}, "capability": "extension.process",
         "risk": "high", "effectClass": "process_execution", "idempotency": "at_most_once", "retrySafe": False,
         "timeoutSeconds": 20, "approval": "always",
     },
