@@ -6,6 +6,7 @@ import gzip
 import hashlib
 import json
 import shutil
+import signal
 import socket
 import subprocess
 import sys
@@ -446,12 +447,15 @@ def _operational(field: Field, run: Callable[..., Any]) -> None:
         assert (failed.code, state.read_text()) == (4, "open, 2 words")
         tasks = {task["taskId"]: task["state"] for task in field.json("inspect", "@latest").data["tasks"]}
         assert (tasks["refuse"], tasks["wait"], tasks["done"]) == ("failed", "cancelled", "cancelled")
-        cancelled = field.json("run", name, "--input", "mode=cancel", "--timeout-seconds", "3")
+        waiting = field.start("run", name, "--input", "mode=cancel", "--output", "json")
+        asked = "SELECT run_id FROM effects WHERE operation = 'slow' AND status = 'started'"
+        wait_until(lambda: bool(field.rows(asked)), "the model is asked")
+        waiting.signal(signal.SIGTERM)
+        cancelled = waiting.wait()
         assert (cancelled.code, cancelled.data["state"]) == (130, "cancelled")
         assert state.read_text() == "open, 6 words"
-        effects = field.json("inspect", cancelled.data["runId"]).data["effects"]
-        unknown = {effect["request"]["operation"] for effect in effects if effect["status"] == "uncertain"}
-        assert unknown <= {"slow"}
+        [effect] = field.rows("SELECT status FROM effects WHERE operation = 'slow'")
+        assert effect == ("uncertain",)
     # To undo it nobody has to be asked again.
     for source in (failed, cancelled):
         state.write_text("open")
