@@ -5,6 +5,7 @@ from __future__ import annotations
 import gzip
 import hashlib
 import json
+import re
 import shutil
 import signal
 import socket
@@ -575,6 +576,8 @@ UNCERTAIN = {"operational-workflow.yaml"}
 
 def test_every_example_is_in_this_table() -> None:
     assert {path.name for path in EXAMPLES.glob("*.yaml")} == {*PROMISES, *REFUSED}
+    listed = re.findall(r"^\| `([a-z-]+\.yaml)` \|", (EXAMPLES / "README.md").read_text(), re.M)
+    assert sorted(listed) == sorted({*PROMISES, *REFUSED})
 
 
 @pytest.mark.parametrize("file", REFUSED)

@@ -23,6 +23,7 @@ MODULES = {
     "dependencies": "supply",
     "sbom": "supply",
     "wheels": "supply",
+    "wheel-table": "supply",
     "changes": "releases",
     "readiness": "releases",
     "canary": "releases",

@@ -62,15 +62,20 @@ def install(given: Json) -> Json:
 
 @operation("step", fields(folder=TEXT, host=TEXT, release=TEXT, fault=TEXT), fields(host=TEXT, previous=TEXT))
 def step(given: Json) -> Json:
-    """Put a release on one host, which is a file here. With `fault` equal to the host the answer gets lost."""
+    """Put a release on one host, which is a file here. With `fault` equal to the host the answer gets lost.
+
+    What a host had before is kept beside it, so that a second time says the same of it as the first.
+    """
     folder = Path(given["folder"])
-    state = folder / f"{given['host']}.release"
-    previous = state.read_text(encoding="utf-8") if state.exists() else "none"
     _told(folder, f"{given['host']} {given['release']}")
-    state.write_text(given["release"], encoding="utf-8")
+    state, before = folder / f"{given['host']}.release", folder / f"{given['host']}.before"
+    current = state.read_text(encoding="utf-8") if state.exists() else "none"
+    if current != given["release"]:
+        before.write_text(current, encoding="utf-8")
+        state.write_text(given["release"], encoding="utf-8")
     if given["fault"] == given["host"]:
         raise ValueError("the line is dead: it has happened, and nobody is told")
-    return {"host": given["host"], "previous": previous}
+    return {"host": given["host"], "previous": before.read_text(encoding="utf-8")}
 
 
 @operation("build", fields(source=TEXT, folder=TEXT), fields(archive=TEXT, digest=TEXT))

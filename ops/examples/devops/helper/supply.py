@@ -96,7 +96,7 @@ def sbom(given: Json) -> Json:
 _PLATFORMS = {"linux": "manylinux", "macos": "macosx", "windows": "win"}
 
 
-@operation("wheels", fields(path=TEXT, platform=TEXT, python=TEXT), fields(wheel=TEXT, cell=TEXT))
+@operation("wheels", fields(path=TEXT, platform=TEXT, python=TEXT), fields(cell=TEXT, wheel=TEXT))
 def wheels(given: Json) -> Json:
     """The best file of a release for one platform and one Python; the source archive when no wheel fits."""
     wanted = "cp" + given["python"].replace(".", "")
@@ -115,4 +115,11 @@ def wheels(given: Json) -> Json:
             rank = int(python.startswith("py3") and platform == "any")
         best = max(best, (rank, name))
     wheel = best[1] if best[0] else source
-    return {"wheel": wheel, "cell": f"{given['platform']} {given['python']}: {wheel}"}
+    return {"cell": f"{given['platform']} {given['python']}", "wheel": wheel}
+
+
+@operation("wheel-table", fields(items=OBJECTS), fields(report=TEXT))
+def wheel_table(given: Json) -> Json:
+    """The answers of `wheels` as an aggregate hands them over, in its order."""
+    rows = [[item["output"]["cell"], item["output"]["wheel"]] for item in given["items"]]
+    return {"report": "# What is installed where\n\n" + table(["where", "file"], rows)}
