@@ -7,6 +7,7 @@ import json
 import re
 import shutil
 import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -25,6 +26,8 @@ class Desk(Field):
 
     def __init__(self, root: Path) -> None:
         super().__init__(root)
+        # `python3` is this Python: a script in its place, which picks one, would be started for each call.
+        self.environment["PATH"] = f"{Path(sys.executable).resolve().parent}:{self.environment['PATH']}"
         shutil.copytree(DEVOPS, self.folder / "devops", ignore=shutil.ignore_patterns("__pycache__", "build"))
 
     def example(self, name: str) -> Example:

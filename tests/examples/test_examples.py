@@ -500,6 +500,18 @@ def _durable_pipeline_repaired(field: Field, run: Callable[..., Any]) -> None:
     ]
 
 
+def _secret_reference(field: Field, run: Callable[..., Any]) -> None:
+    missing = field.json("run", "secret-reference.yaml")
+    assert (missing.code, missing.data["error"]["code"]) == (4, "secret_unavailable")
+    assert field.json("inspect", missing.data["runId"]).data["effects"] == []
+    field.environment["SHOP_TOKEN"] = token = "kept-to-itself-4711"
+    assert run() == {"said": "deploying with [REDACTED], which has 19 characters\n"}
+    told = field("logs", "@latest").out + field("inspect", "@latest").out
+    assert token not in told
+    written = [path for path in field.folder.joinpath(".agentctl").rglob("*") if path.is_file()]
+    assert [path.name for path in written if token.encode() in path.read_bytes()] == []
+
+
 def _a2a(field: Field, run: Callable[..., Any]) -> None:
     with _peer(field, "a2a_peer.py", "a2a.yaml", 8766):
         [answer] = run("--input", "message=say it loud")["answer"]
@@ -563,6 +575,7 @@ PROMISES: dict[str, Callable[[Field, Callable[..., Any]], None]] = {
     "mcp.yaml": _mcp,
     "a2a.yaml": _a2a,
     "operational-workflow.yaml": _operational,
+    "secret-reference.yaml": _secret_reference,
     "durable-pipeline.yaml": _durable_pipeline,
     "durable-pipeline-repaired.yaml": _durable_pipeline_repaired,
     "extension.yaml": _extension,
@@ -576,7 +589,7 @@ UNCERTAIN = {"operational-workflow.yaml"}
 
 def test_every_example_is_in_this_table() -> None:
     assert {path.name for path in EXAMPLES.glob("*.yaml")} == {*PROMISES, *REFUSED}
-    listed = re.findall(r"^\| `([a-z-]+\.yaml)` \|", (EXAMPLES / "README.md").read_text(), re.M)
+    listed = re.findall(r"^\| `([a-z0-9-]+\.yaml)` \|", (EXAMPLES / "README.md").read_text(), re.M)
     assert sorted(listed) == sorted({*PROMISES, *REFUSED})
 
 
