@@ -26,8 +26,9 @@ class Desk(Field):
 
     def __init__(self, root: Path) -> None:
         super().__init__(root)
-        # `python3` is this Python: a script in its place, which picks one, would be started for each call.
-        self.environment["PATH"] = f"{Path(sys.executable).resolve().parent}:{self.environment['PATH']}"
+        # `python3` is this Python, by its full name: it gets no PATH in which it could find itself.
+        tools = self.tool("python3", f'#!/bin/sh\nexec "{Path(sys.executable).resolve()}" "$@"\n').parent
+        self.environment["PATH"] = f"{tools}:{self.environment['PATH']}"
         shutil.copytree(DEVOPS, self.folder / "devops", ignore=shutil.ignore_patterns("__pycache__", "build"))
 
     def example(self, name: str) -> Example:

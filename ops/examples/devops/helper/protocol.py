@@ -3,8 +3,7 @@
 import json
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any, TextIO
+from typing import Any, NamedTuple, TextIO
 
 PROTOCOL = "agentctl.dev/process-extension/v1"
 Json = dict[str, Any]
@@ -28,8 +27,7 @@ def fields(**properties: Json) -> Json:
     }
 
 
-@dataclass(frozen=True)
-class Operation:
+class Operation(NamedTuple):
     """One thing that this extension can do."""
 
     name: str
