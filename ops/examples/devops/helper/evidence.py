@@ -9,10 +9,13 @@ from typing import Any
 from protocol import INTEGER, OBJECTS, TEXT, TEXTS, Json, fields, operation, read_json, read_lines, table
 
 
+def _first_line(message: str) -> str:
+    return (message.strip().splitlines() or ["no message"])[0]
+
+
 def _signature(message: str) -> str:
     """The message without what differs from run to run: addresses, numbers, quoted values."""
-    line = (message.strip().splitlines() or ["no message"])[0]
-    return re.sub(r"0x[0-9a-f]+|\d+", "N", re.sub(r"'[^']*'|\"[^\"]*\"", "…", line))
+    return re.sub(r"0x[0-9a-f]+|\d+", "N", re.sub(r"'[^']*'|\"[^\"]*\"", "…", _first_line(message)))
 
 
 def _cases(path: str) -> list[tuple[str, float, str | None]]:
@@ -55,7 +58,7 @@ def junit(given: Json) -> Json:
     slowest = sorted(seconds, key=lambda name: (-seconds[name], name))[:3]
     report = f"# {len(failed)} of {len(seconds)} tests fail, {len(flaky)} sometimes\n\n"
     report += table(["reason", "tests"], [[reason, ", ".join(names)] for reason, names in ordered])
-    report += "".join(f"\nSometimes: {name}: {failures[name].splitlines()[0]}\n" for name in flaky)
+    report += "".join(f"\nSometimes: {name}: {_first_line(failures[name])}\n" for name in flaky)
     return {
         "tests": len(seconds),
         "failed": failed,
@@ -84,6 +87,8 @@ def ci_log(given: Json) -> Json:
     evidence = []
     failed, code = "", 0
     for number, line in enumerate(read_lines(given["path"]), 1):
+        if not line.strip():
+            continue
         stamp, _, text = line.partition(" ")
         moment = _instant(stamp)
         if text.startswith("##[group]"):
@@ -104,7 +109,7 @@ def timeline(given: Json) -> Json:
     """Lines of logs and entries of JSON feeds, whatever their time zones, in the order in which they happened."""
     events = []
     for path in given["logs"]:
-        for line in read_lines(path):
+        for line in filter(str.strip, read_lines(path)):
             stamp, _, text = line.partition(" ")
             events.append((_instant(stamp), path, text))
     for path in given["feeds"]:

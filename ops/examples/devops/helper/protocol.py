@@ -85,7 +85,7 @@ def read_json(path: str) -> Any:
 
 def read_lines(path: str) -> list[str]:
     """The lines of a text file of the workspace."""
-    with open(path, encoding="utf-8") as stream:
+    with open(path, encoding="utf-8-sig") as stream:
         return stream.read().splitlines()
 
 
