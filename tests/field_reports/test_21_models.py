@@ -125,12 +125,13 @@ def test_arguments_of_a_tool_that_break_json(field: Field, server: ModelServer, 
     """What cannot be read is no call: the tool is not carried out, the worker lives, and the next task runs."""
     spec = document(server.url)
     del spec["spec"]["agents"]["a"]["structuredOutput"]
-    fields = {"type": "object", "additionalProperties": False, "properties": {"v": True, "a": True}}
+    fields = {"type": "object", "additionalProperties": False, "required": ["v"], "properties": {"v": True}}
     loose = {**ECHO, "inputSchema": fields}
     spec["spec"]["tools"] = {"echo": loose}
     spec["spec"]["agents"]["a"]["tools"] = ["echo"]
     server.plays(Play(text="", calls=[("c", "echo", BAD[case])]), Play(text="well"))
     result = field.json("run", field.text("w.json", json.dumps(spec)), "--workers", "1")
+    assert result.out, result.err
     tasks = dict(field.rows("SELECT task_id, state FROM tasks"))
     assert tasks["second"] == "succeeded"
     assert (result.code, tasks["first"]) in ((4, "failed"), (3, "waiting_for_effect"))
