@@ -154,8 +154,7 @@ def start_compensation(
 
     One durable transaction creates it, and only on what the plan was made from; two that compensate the same run at
     once make one run. With `automatic` a run is made only while somebody has to start it (`compensations.due`), and
-    that is over when it has been made, or when there is nothing to do. Raises as `plan_compensation`, and
-    `EnvironmentFault` when a person asks and what the inverse actions write could not be kept.
+    that is over when it has been made, or when there is nothing to do. Raises as `plan_compensation`.
     """
     compensations = Compensations(store.database, store.clock)
     for _ in range(TRIES):
