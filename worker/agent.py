@@ -259,7 +259,7 @@ class _Delivery:
             all_of.cache_write_tokens + one.cache_write_tokens,
         )
         cost = answers.cost_of(one.as_json(), self._price)
-        self._cost = None if cost is None or self._cost is None else self._cost + cost
+        self._cost = None if cost is None or self._cost is None else min(self._cost + cost, answers.MAX_UNITS)
         limit = self._agent.get("usageLimit") or {}
         dollars = limit.get("maxCostUsd")
         for name, most, used in (

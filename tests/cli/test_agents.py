@@ -150,6 +150,17 @@ def test_instructions_of_a_run_are_those_of_its_start(talk: Talk) -> None:
     assert inputs[1]["instructions"] == "first"
 
 
+def test_an_absurd_bill_is_counted_as_far_as_it_goes(talk: Talk) -> None:
+    """Two answers whose sum no column holds: both are kept, and the worker lives."""
+    two = [ASK, {**ASK, "id": "again", "needs": ["ask"]}]
+    most = 2**63 - 1
+    answer = talk.run(document(two), [{"text": "yes", "usage": {"inputTokens": most, "costMicrousd": most}}])
+    assert (answer.code, answer.data["state"]) == (0, "succeeded")
+    assert answer.data["output"]["again"]["usage"]["inputTokens"] == most
+    usage = talk.budget()["usage"]
+    assert (usage["inputTokens"], usage["costMicrousd"], usage["providerRequests"]) == (most, most, 2)
+
+
 def test_structured_output_is_the_output(talk: Talk) -> None:
     schema = {"type": "object", "required": ["n"], "properties": {"n": {"type": "integer"}}}
     use = {"id": "use", "uses": "action:say", "needs": ["ask"], "with": {"n": "${{ tasks.ask.output.n }}"}}
@@ -261,7 +272,15 @@ def test_what_nobody_knows_waits_for_a_person(talk: Talk, fail: str) -> None:
         "assistantContent": [], "continuation": {"kind": "conversation", "value": [1]},
         "usage": {"inputTokens": 5, "outputTokens": 6}, "finishReason": "tool_calls",
     }  # fmt: skip
-    for bad in ("yes", {}, {**good, "finishReason": "done"}, {**good, "toolCalls": [{"id": "c"}]}, {**good, "x": 1}):
+    much = {**good, "usage": {"inputTokens": 10**30}}
+    for bad in (
+        "yes",
+        {},
+        much,
+        {**good, "finishReason": "done"},
+        {**good, "toolCalls": [{"id": "c"}]},
+        {**good, "x": 1},
+    ):
         refused = reconcile(bad)
         assert refused.code == 2, refused
         assert "no answer of a model" in refused.err

@@ -11,6 +11,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+from agentctl.store.answers import MAX_UNITS, answer_problem
 from agentctl.store.errors import TaskFault
 from agentctl.store.policy import Policy
 from agentctl.worker.effects.secret_values import resolve_secret
@@ -498,6 +499,32 @@ def test_large_numbers_stay_exact(server: ModelServer, token: Token) -> None:
     server.plays(Play(text="", calls=[("c1", "look", arguments)]))
     response = complete("openai", server, token, request_of(tools=(LOOK,)))
     assert dict(response.tool_calls[0].input) == {"path": 2**70, "other": 1.0, "é": "e\u0301"}
+
+
+def test_a_bill_that_nobody_can_count_does_not_lose_the_answer(server: ModelServer, token: Token) -> None:
+    usage = {"prompt_tokens": 10**30, "completion_tokens": MAX_UNITS, "total_tokens": 0}
+    server.plays(Play(usage=usage))
+    response = complete("openai_compatible", server, token)
+    assert response.text == "fine"
+    assert response.usage == Usage(MAX_UNITS, MAX_UNITS)
+    assert answer_problem(response.as_json()) is None
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "milliseconds"),
+    [
+        ("Retry-After", "9" * 400, 86_400_000),
+        ("Retry-After", "1.5", 1500),
+        ("Retry-After-Ms", "9" * 5000, 86_400_000),
+        ("Retry-After-Ms", "²", None),
+        ("Retry-After", "Fri, 31 Dec 9999 23:59:59 -2359", 86_400_000),
+    ],
+)
+def test_when_to_come_again_is_bounded(
+    name: str, value: str, milliseconds: int | None, server: ModelServer, token: Token
+) -> None:
+    server.plays(Play(status=429, headers={name: value}))
+    assert fault_of("openai", server.url, token).retry_after_ms == milliseconds
 
 
 # -- streams -----------------------------------------------------------------------------------------------------------

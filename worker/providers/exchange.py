@@ -399,16 +399,21 @@ def _error_text(response: httpx.Response) -> str:
 def _retry_after_ms(headers: httpx.Headers) -> int | None:
     """`retry-after-ms`, or `Retry-After` in seconds or as a date, which is compared with the service's own clock."""
     text = headers.get("retry-after-ms", "").strip()
-    if text.isdigit():
-        return min(int(text), MAX_RETRY_AFTER_MS)
+    if _is_number(text):
+        return int(min(float(text), MAX_RETRY_AFTER_MS))
     text = headers.get("retry-after", "").strip()
-    if text.isascii() and text.replace(".", "", 1).isdigit():
-        return min(int(float(text) * 1000), MAX_RETRY_AFTER_MS)
+    if _is_number(text):
+        return int(min(float(text) * 1000, MAX_RETRY_AFTER_MS))
     try:
         then, now = parsedate_to_datetime(text), parsedate_to_datetime(headers.get("date", ""))
         return max(0, min(int((then - now).total_seconds() * 1000), MAX_RETRY_AFTER_MS))
-    except (ValueError, TypeError):
+    except (ValueError, TypeError, OverflowError):
         return None
+
+
+def _is_number(text: str) -> bool:
+    """Plain digits, with a fraction or not; however many they are, they make a float (infinity, if need be)."""
+    return text.isascii() and text.replace(".", "", 1).isdigit()
 
 
 # -- reading answers ---------------------------------------------------------------------------------------------------
