@@ -229,7 +229,7 @@ OPEN = [
     ("garbage", "garbage", "mcp_malformed"),
     ("html", "html", "mcp_malformed"),
     ("accepted", "accepted", "mcp_malformed"),
-    ("too large", "huge", "mcp_connection_lost"),
+    ("too large", "huge", "mcp_malformed"),
     ("wrong shape", 'result:{"content": "x"}', "mcp_malformed"),
     ("no structured content", 'result:{"content": []}', "mcp_malformed"),
     ("outside its schema", 'result:{"content": [], "structuredContent": {"sum": "x"}}', "mcp_malformed"),
@@ -250,6 +250,22 @@ def test_what_is_not_known_stays_uncertain_and_is_sent_once(
     assert server.counts()["initialize"] == 1
     status, state = state_of(outcome)
     assert (status, state["sent"]) == ("uncertain", True)
+
+
+@pytest.mark.parametrize("form", ["json", "sse"])
+def test_how_large_an_answer_may_be_is_said_by_the_policy(site: Site, form: str) -> None:
+    """Above the limit that the client library has for an event of a stream, and below that of the policy; then not."""
+    text = "x" * 1_500_000
+    server = site.server(form)
+    given = {"tool": "long", "arguments": {"size": len(text)}}
+    network = {"allowPrivate": True, "maxResponseBytes": 2_000_000}
+    outcome = site.call(site.work(server, given, network=network))
+    assert outcome.status == "succeeded", outcome.error
+    assert outcome.result["content"] == [{"type": "text", "text": text}]
+    outcome = site.call(site.work(server, given))
+    assert (outcome.status, error_of(outcome)["code"]) == ("uncertain", "mcp_malformed")
+    assert "maxResponseBytes" in error_of(outcome)["message"]
+    assert "lost" not in error_of(outcome)["message"]
 
 
 @pytest.mark.parametrize("idempotency", ["pure", "idempotent", "keyed"])

@@ -415,13 +415,15 @@ def _problem_of(call: _Call, what: str, error: Exception, *, before: bool = Fals
     from a2a.client.errors import A2AClientError
     from a2a.utils.errors import A2AError
 
-    from ..http_transport import RedirectRefused, never_sent
+    from ..http_transport import AnswerTooLarge, AnswerUnreadable, RedirectRefused, never_sent
 
     words = call.peer.words(str(error) or type(error).__name__)
     unsent = never_sent(error)
     if unsent is not None:
         code = "policy_denied" if unsent.code == "denied" else "a2a_unavailable"
-        return _Problem(TaskFault(code, call.peer.words(unsent.message), retryable=code == "a2a_unavailable"))
+        return _Problem(
+            TaskFault(code, call.peer.words(unsent.message), retryable=unsent.code not in ("denied", "request"))
+        )
     cause: BaseException | None = error
     while cause is not None:
         if isinstance(cause, RedirectRefused):
@@ -435,6 +437,8 @@ def _problem_of(call: _Call, what: str, error: Exception, *, before: bool = Fals
             return _Problem(
                 TaskFault("a2a_http_error", message, retryable=again, details={"status": status}), definite=definite
             )
+        if isinstance(cause, AnswerTooLarge | AnswerUnreadable):
+            return _Problem(TaskFault("a2a_malformed", f"{what}: the answer cannot be taken: {cause}"))
         if isinstance(cause, TimeoutError) or "Timeout" in type(cause).__name__:
             return _Problem(TaskFault("a2a_timeout", f"{what}: there was no answer in time", retryable=before))
         cause = cause.__cause__
