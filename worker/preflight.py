@@ -93,7 +93,7 @@ def require(
     try:
         target = target_of(service.url)
     except ValueError as error:
-        raise UsageError(f"{service.what}: its URL is {error}", remedy="write an absolute http or https URL") from error
+        raise UsageError(f"{service.what}: its URL: {error}", remedy="write an absolute http or https URL") from error
     try:
         require_allowed(policy, target)
         for problem in secret_problems(service, policy, workspace):

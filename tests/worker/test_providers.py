@@ -342,6 +342,24 @@ def test_a_key_that_no_header_can_carry_is_refused(server: ModelServer, monkeypa
     assert "two" not in caught.value.message
 
 
+@pytest.mark.parametrize("name", ["X Y", "Bad\nName", "Ümlaut", ""])
+@pytest.mark.parametrize("kind", ["openai", "google"])
+def test_a_request_that_http_cannot_carry_was_never_dispatched(
+    kind: str, name: str, server: ModelServer, token: Token
+) -> None:
+    """A run may have been recorded before its header names were looked at."""
+    fault = fault_of(kind, server.url, token, headers={name: {"env": "MODEL_KEY"}})
+    assert (fault.code, fault.sent, fault.retryable) == ("provider_request", "no", False)
+    assert server.count == 0
+
+
+@pytest.mark.parametrize("value", ["1\n2", "ü"])
+def test_a_version_that_no_header_can_carry_was_never_dispatched(value: str, server: ModelServer, token: Token) -> None:
+    fault = fault_of("anthropic", server.url, token, apiVersion=value)
+    assert (fault.code, fault.sent) == ("provider_request", "no")
+    assert server.count == 0
+
+
 def test_the_variable_of_a_kind_needs_no_permission(
     server: ModelServer, token: Token, monkeypatch: pytest.MonkeyPatch
 ) -> None:
