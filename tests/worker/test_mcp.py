@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import os
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -16,6 +18,7 @@ from agentctl.store.errors import TaskFault
 from agentctl.store.policy import Policy, policy_name_of
 from agentctl.worker.effects import EffectContext, EffectOutcome, EffectPlan, Work, prepare
 from support.children import wait_until
+from support.model_server import closed_port
 from support.peers import PeerServer
 
 EFFECT = "e" * 64
@@ -393,3 +396,40 @@ def test_a_private_address_is_refused_where_the_name_leads_to_it(site: Site) -> 
     outcome = site.call(work)
     assert (outcome.status, error_of(outcome)["code"]) == ("not_dispatched", "policy_denied")
     assert server.requests() == []
+
+
+@pytest.mark.parametrize(
+    ("kind", "given"),
+    [
+        ("mcp.call", {"server": "p", "tool": "t"}),
+        ("a2a.delegate", {"peer": "p", "messageId": "m", "message": "hello"}),
+    ],
+)
+def test_nothing_large_is_imported_while_an_effect_is_in_flight(tmp_path: Path, kind: str, given: Any) -> None:
+    """In a process of its own, as a worker has one; the connection is refused, which takes a call all its way."""
+    peer = {
+        "url": f"http://127.0.0.1:{closed_port()}/", "cardUrl": f"http://127.0.0.1:{closed_port()}/", "headers": {},
+        "timeoutSeconds": 5, "maxPolls": 1, "pollIntervalMs": 1,
+        "protocolVersion": "2025-11-25" if kind == "mcp.call" else "1.0",
+    }  # fmt: skip
+    task = {
+        "task_id": "t", "action_name": "a", "kind": kind, "action": {"kind": kind, "peers": {"p": peer}},
+        "input": given, "memory": {}, "timeout_seconds": 5.0, "base_path": str(tmp_path),
+    }  # fmt: skip
+    done = subprocess.run([sys.executable, "-c", FRESH, json.dumps(task)], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout) == ["not_dispatched", []]
+
+
+FRESH = """
+import json, sys, time
+from agentctl.store.policy import Policy
+from agentctl.worker.effects import EffectContext, Work, prepare
+from agentctl.worker.watch import Token
+rules = {"networkAllowlist": ["127.0.0.1"], "network": {"allowPrivate": True}}
+plan = prepare(Work(**json.loads(sys.argv[1]), policy=Policy.from_json(rules)))
+before = set(sys.modules)
+outcome = plan.execute(EffectContext("e" * 64, Token(), time.monotonic))
+large = ("mcp", "a2a", "httpx", "httpx2", "httpcore", "google", "pydantic")
+print(json.dumps([outcome.status, sorted(n for n in set(sys.modules) - before if n.partition(".")[0] in large)]))
+"""

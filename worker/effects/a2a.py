@@ -31,7 +31,7 @@ from agentctl.store.records import ProtocolNote
 
 from ..network import Guard, Target, target_of
 from . import CancelToken, EffectContext, EffectOutcome, EffectPlan, Work, refuse_cancelled
-from .remote import COURTESY_SECONDS, Ended, Peer, carry_out, limit_of, peer, peer_of, require_extra, text_field
+from .remote import COURTESY_SECONDS, Ended, Peer, carry_out, limit_of, load, peer, peer_of, require_extra, text_field
 
 if TYPE_CHECKING:
     import httpx
@@ -111,8 +111,7 @@ def prepare_a2a(work: Work) -> EffectPlan:
     """Check peer and message. Raises `invalid_input`, `policy_denied`, `secret_unavailable`, `unsupported_capability`
     when the client library is not installed."""
     require_extra("a2a.delegate")
-    import a2a.client.transports.jsonrpc  # noqa: F401  loaded before there is an effect, not while it is in flight
-
+    load("a2a.delegate")
     asked = peer_of(work, "peer", "cardUrl")
     message_id, message = text_field(work.input, "messageId"), text_field(work.input, "message")
     call = _Call(asked, message_id, message, *limit_of(work, asked.definition))

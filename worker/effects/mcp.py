@@ -33,7 +33,7 @@ from agentctl.store.version import VERSION
 from ..network import Guard
 from . import EffectContext, EffectOutcome, EffectPlan, Work, refuse_cancelled
 from .contracts import mismatch
-from .remote import COURTESY_SECONDS, Ended, Peer, carry_out, limit_of, peer_of, require_extra, text_field
+from .remote import COURTESY_SECONDS, Ended, Peer, carry_out, limit_of, load, peer_of, require_extra, text_field
 
 if TYPE_CHECKING:
     from mcp import ClientSession
@@ -103,8 +103,7 @@ def prepare_mcp(work: Work) -> EffectPlan:
     """Check server, tool and arguments. Raises `invalid_input`, `policy_denied`, `secret_unavailable`,
     `unsupported_capability` when the client library is not installed."""
     require_extra("mcp.call")
-    from . import mcp_http  # noqa: F401  loads the library before there is an effect, not while it is in flight
-
+    load("mcp.call")
     peer = peer_of(work, "server", "url")
     tool = text_field(work.input, "tool")
     arguments = work.input.get("arguments")
