@@ -172,7 +172,10 @@ def _ca_problem(policy: Policy, workspace: str) -> TaskFault | None:
 def _as_error(fault: TaskFault, where: str) -> AgentctlError:
     message = f"{where}: {fault.message}"
     if fault.code == "policy_denied":
-        return PolicyError(message, remedy="allow it under policy (environmentAllowlist, secretFileRoots, …)")
+        remedy = (fault.details or {}).get(
+            "remediation", "allow it under policy (environmentAllowlist, secretFileRoots, …)"
+        )
+        return PolicyError(message, remedy=remedy)
     return PrerequisiteError(message, remedy="provide the secret where the reference points; nothing was started")
 
 
