@@ -701,8 +701,8 @@ def outcome_for_people(out: Printer, views: Views, outcome: dict[str, Any]) -> N
                 f"    {effect['effectId'][:12]}  task {clean(effect['taskId'])}, attempt {effect['attempt']}, "
                 f"{effect['operation']}, started {when(effect['startedAt'])}"
             )
-            if (reason := why_uncertain(effect)) is not None:
-                out.line(f"      {reason}")
+            if (cause := why_uncertain(effect)) is not None:
+                out.line(f"      {cause}")
         if status["uncertainEffectCount"] > SHOWN_FAILURES:
             out.line(f"    and {status['uncertainEffectCount'] - SHOWN_FAILURES} more")
     if "compensation" in outcome:

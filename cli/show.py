@@ -97,8 +97,8 @@ def _status_for_people(out: Printer, data: dict[str, Any], now: int) -> None:
                 f"  {effect['effectId'][:12]}  task {clean(effect['taskId'])}, attempt {effect['attempt']}, "
                 f"{effect['operation']}, started {when(effect['startedAt'])}"
             )
-            if (reason := why_uncertain(effect)) is not None:
-                out.line(f"    {reason}")
+            if (cause := why_uncertain(effect)) is not None:
+                out.line(f"    {cause}")
         _more(out, data["uncertainEffectCount"] - min(len(data["uncertainEffects"]), SHOWN_WAITING))
 
 
