@@ -27,7 +27,7 @@ def preflight(workflow: Mapping[str, Any], plan: Plan, base: Path, tasks: Collec
     if not any(spec[place] for place in ("agents", "mcpServers", "a2aPeers")) and not _with_secrets(spec["actions"]):
         return  # nothing of the kind is declared, and a plan may have many tasks to look through
     executed = [task for task in plan.tasks.values() if tasks is None or task.id in tasks]
-    agents, actions = _reached(spec, executed)
+    agents, actions = reached(spec, executed)
     commands = [name for name in actions if spec["actions"][name].get("env")]
     names = peers_of(spec, executed, actions)
     if not agents and not commands and not names:
@@ -68,7 +68,7 @@ def _with_secrets(actions: Mapping[str, Any]) -> bool:
     return any(action.get("env") for action in actions.values())
 
 
-def _reached(spec: Mapping[str, Any], tasks: Iterable[CompiledTask]) -> tuple[list[str], list[str]]:
+def reached(spec: Mapping[str, Any], tasks: Iterable[CompiledTask]) -> tuple[list[str], list[str]]:
     """The agents and the actions that tasks use, those of the agents' tools included; each once, in a stable order."""
     agents: set[str] = set()
     actions: set[str] = set()

@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 
 from .documents import Sources, compile_file, source_options, without_plugins
 from .main import Settings, Verb, VerbGroup, pass_settings
+from .preflight import reached
 from .render import Printer, clean
+
+if TYPE_CHECKING:
+    from agentctl.coordinator.plan import Plan
 
 EXIT_MISSING = 6
 
@@ -82,12 +86,12 @@ def auth() -> None:
 @pass_settings
 @click.pass_context
 def check(context: click.Context, settings: Settings, file: str, sources: Sources) -> None:
-    """Check that the credentials of each provider in FILE can be read here. No value is shown, and nothing is sent.
+    """Check that the credentials of each provider that FILE uses can be read here. No value is shown, nothing is sent.
 
     Exit 6 when one is missing, 3 when the policy denies one and none is missing.
     """
     document, plan = compile_file(file, sources.inputs(), sources)
-    found = _checked(document.workflow["spec"], plan.policy, os.path.realpath(document.base_dir))
+    found = _checked(document.workflow["spec"], plan, os.path.realpath(document.base_dir))
     problems = [entry for item in found for entry in item["secrets"] if entry["status"] != "ok"]
 
     def human(out: Printer) -> None:
@@ -95,25 +99,34 @@ def check(context: click.Context, settings: Settings, file: str, sources: Source
             out.line("no provider is declared")
         for item in found:
             out.line(f"{clean(item['provider'])}  ({item['kind']})")
-            if not item["secrets"]:
+            if not item["used"]:
+                out.line("  not used: no task of this document reaches it")
+            elif not item["secrets"]:
                 out.line("  needs no credential")
             for entry in item["secrets"]:
                 note = f": {clean(entry['detail'])}" if entry["detail"] else ""
                 out.line(f"  {clean(entry['name'])}  {entry['status']}  from {clean(entry['source'])}{note}")
+                if entry["remedy"]:
+                    out.line(f"    {clean(entry['remedy'])}")
 
     Printer(settings).result("AuthCheck", {"valid": not problems, "providers": found}, human)
     if problems:
         context.exit(EXIT_MISSING if any(entry["status"] == "missing" for entry in problems) else 3)
 
 
-def _checked(spec: dict[str, Any], plan_policy: dict[str, Any], base: str) -> list[dict[str, Any]]:
+def _checked(spec: dict[str, Any], plan: Plan, base: str) -> list[dict[str, Any]]:
+    """The secrets of each declared provider; those that no task reaches are named, and nothing of them is read."""
     from agentctl.store.policy import Policy
     from agentctl.worker.preflight import provider_service, secret_problem
 
-    policy = Policy.from_json(plan_policy)
+    used = {spec["agents"][agent]["provider"] for agent in reached(spec, plan.tasks.values())[0]}
+    policy = Policy.from_json(plan.policy)
     workspace = os.path.realpath(os.path.join(base, policy.workspace_root))
     found: list[dict[str, Any]] = []
     for name, definition in spec["providers"].items():
+        if name not in used:
+            found.append({"provider": name, "kind": definition["kind"], "used": False, "secrets": []})
+            continue
         service = provider_service(name, definition)
         entries = []
         for place, reference in () if service is None else service.secrets.items():
@@ -125,9 +138,10 @@ def _checked(spec: dict[str, Any], plan_policy: dict[str, Any], base: str) -> li
                     "source": source_text(reference),
                     "status": status,
                     "detail": None if fault is None else fault.message,
+                    "remedy": None if fault is None else (fault.details or {}).get("remediation"),
                 }
             )
-        found.append({"provider": name, "kind": definition["kind"], "secrets": entries})
+        found.append({"provider": name, "kind": definition["kind"], "used": True, "secrets": entries})
     return found
 
 

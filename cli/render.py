@@ -219,6 +219,14 @@ def _pad(cells: Sequence[str], widths: Sequence[int], *, ready: int | None = Non
     return "  ".join(parts).rstrip()
 
 
+def why_uncertain(effect: Mapping[str, Any]) -> str | None:
+    """Why nobody knows what became of an effect, as its record tells it, in one line; None if it does not."""
+    error = effect.get("error")
+    if not isinstance(error, dict) or not error.get("message"):
+        return None
+    return f"{clean(error.get('code', 'uncertain'))}: {clean(error['message'])}"
+
+
 def when(milliseconds: int | None) -> str:
     """A stored time as local time."""
     if milliseconds is None:

@@ -33,6 +33,7 @@ from .render import (
     warn,
     warn_findings,
     when,
+    why_uncertain,
 )
 from .streams import StreamDisplay
 
@@ -700,6 +701,8 @@ def outcome_for_people(out: Printer, views: Views, outcome: dict[str, Any]) -> N
                 f"    {effect['effectId'][:12]}  task {clean(effect['taskId'])}, attempt {effect['attempt']}, "
                 f"{effect['operation']}, started {when(effect['startedAt'])}"
             )
+            if (cause := why_uncertain(effect)) is not None:
+                out.line(f"      {cause}")
         if status["uncertainEffectCount"] > SHOWN_FAILURES:
             out.line(f"    and {status['uncertainEffectCount'] - SHOWN_FAILURES} more")
     if "compensation" in outcome:

@@ -9,7 +9,7 @@ from typing import Any
 import click
 
 from .main import Settings, Verb, VerbGroup, pass_settings
-from .render import Printer, clean, counts_text, duration, ended, when
+from .render import Printer, clean, counts_text, duration, ended, when, why_uncertain
 from .run import open_store, views_of
 
 SHOWN_TASKS = 200
@@ -97,6 +97,8 @@ def _status_for_people(out: Printer, data: dict[str, Any], now: int) -> None:
                 f"  {effect['effectId'][:12]}  task {clean(effect['taskId'])}, attempt {effect['attempt']}, "
                 f"{effect['operation']}, started {when(effect['startedAt'])}"
             )
+            if (cause := why_uncertain(effect)) is not None:
+                out.line(f"    {cause}")
         _more(out, data["uncertainEffectCount"] - min(len(data["uncertainEffects"]), SHOWN_WAITING))
 
 

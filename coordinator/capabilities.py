@@ -66,8 +66,12 @@ OPTIONS: dict[str, dict[str, Callable[[Any], bool]]] = {
 """Provider kind to the options that agents may set, with a check of the value. Other kinds take none."""
 
 
-def agent_problems(agent: Agent, kind: str, *, priced: bool) -> Iterator[tuple[Path, str]]:
-    """What an agent asks for that its provider kind does not offer: place below the agent, and message.
+_REMEDIES = {"cost_metadata": "give runtime.pricing.models an entry for its PROVIDER/MODEL, or leave maxCostUsd out"}
+"""Capability to what a document can do about it, where it can do something."""
+
+
+def agent_problems(agent: Agent, kind: str, *, priced: bool) -> Iterator[tuple[Path, str, str | None]]:
+    """What an agent asks for that its provider kind does not offer: place below the agent, message, and remedy.
 
     `priced`: the document has a price of its model, so that a limit in dollars can be held.
     """
@@ -87,13 +91,13 @@ def agent_problems(agent: Agent, kind: str, *, priced: bool) -> Iterator[tuple[P
         wanted.append(("usageLimit", "cost_metadata"))
     for name, capability in wanted:
         if capability not in offered:
-            yield (name,), f"a provider of kind {kind} does not offer {capability}"
+            yield (name,), f"a provider of kind {kind} does not offer {capability}", _REMEDIES.get(capability)
     known = OPTIONS.get(kind, {})
     for name, value in agent.provider_options.items():
         check = known.get(name)
         if check is None:
-            yield ("providerOptions", name), f"a provider of kind {kind} has no option {name}"
+            yield ("providerOptions", name), f"a provider of kind {kind} has no option {name}", None
         elif not check(value):
-            yield ("providerOptions", name), f"{value!r} is not a value of the option {name}"
+            yield ("providerOptions", name), f"{value!r} is not a value of the option {name}", None
     if agent.tools and agent.provider_options.get("store") is False:
-        yield ("providerOptions", "store"), "store: false cannot be used together with tools"
+        yield ("providerOptions", "store"), "store: false cannot be used together with tools", None

@@ -33,7 +33,7 @@ from .expressions import (
 )
 from .kinds import EFFECTS, MUTATING, may_mutate
 from .long_term_input import embeds, long_term_problems
-from .peers import asked_by, call_problems, peer_problems, with_peers
+from .peers import address_problems, asked_by, call_problems, peer_problems, with_peers
 from .plan import (
     MAX_TASKS,
     MEMORY_WRITERS,
@@ -442,8 +442,10 @@ class _Compiler:
                 self.report("schema_violation", message, place, help=f"raise {name}, or do less")
 
     def check_declarations(self) -> None:
-        """References and schemas of what is declared, used or not."""
+        """References, addresses and schemas of what is declared, used or not."""
         spec = self.spec
+        for where, message, hint in address_problems(spec):
+            self.report("schema_violation", message, where, help=hint)
         for name, agent in spec.agents.items():
             path: Path = ("spec", "agents", name)
             if agent.provider not in spec.providers:
@@ -456,8 +458,8 @@ class _Compiler:
             if provider is not None:
                 prices = spec.runtime.pricing.models if spec.runtime.pricing is not None else {}
                 priced = f"{agent.provider}/{agent.model}" in prices
-                for where, message in agent_problems(agent, provider.kind, priced=priced):
-                    self.report("unsupported_capability", message, (*path, *where))
+                for place, message, remedy in agent_problems(agent, provider.kind, priced=priced):
+                    self.report("unsupported_capability", message, (*path, *place), help=remedy)
         for name, item in spec.tools.items():
             path = ("spec", "tools", name)
             if item.action is not None and item.action not in spec.actions:

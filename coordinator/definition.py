@@ -168,6 +168,34 @@ class SecretReference(Part):
 
 SecretMap: TypeAlias = dict[str, SecretReference]
 
+_TOKEN = re.compile(r"[!#$%&'*+.^_`|~0-9A-Za-z-]+")
+"""What a header may be called (RFC 9110, 5.6.2)."""
+
+_OWN_HEADERS = frozenset(
+    {
+        "accept", "accept-encoding", "connection", "content-encoding", "content-length", "content-type", "expect",
+        "host", "keep-alive", "proxy-connection", "te", "trailer", "transfer-encoding", "upgrade",
+    }
+)  # fmt: skip
+"""Headers that say where a message ends, whom it is for and in which form it is. A second word about that is taken for
+an attack by some servers, and ends the connection of others."""
+
+
+def _header_names(value: SecretMap) -> SecretMap:
+    seen: dict[str, str] = {}
+    for name in value:
+        if _TOKEN.fullmatch(name) is None:
+            raise problem(f"{name!r} cannot be the name of a header", at=(name,), help="letters, digits and -")
+        if name.lower() in _OWN_HEADERS:
+            raise problem(f"the header {name} is set by agentctl alone", at=(name,), help="leave it out")
+        if name.lower() in seen:
+            raise problem(f"the header {name} stands twice (as {seen[name.lower()]})", at=(name,), help="keep one")
+        seen[name.lower()] = name
+    return value
+
+
+HeaderMap = Annotated[dict[str, SecretReference], AfterValidator(_header_names)]
+
 
 # ---------------------------------------------------------------------- providers, agents
 
@@ -181,7 +209,7 @@ class Provider(Part):
     endpoint: Text | None = Field(default=None, description="Address; required for openai_compatible.")
     credential: SecretReference | None = Field(default=None, description="Where the API key comes from.")
     api_version: Text | None = Field(default=None, description="Version that the service expects in requests.")
-    headers: SecretMap = Field(default_factory=dict, description="Extra request headers by name.")
+    headers: HeaderMap = Field(default_factory=dict, description="Extra request headers by name.")
     script: Text | None = Field(
         default=None, description="File in the workspace with the answers that a provider of kind fake plays."
     )
@@ -734,7 +762,7 @@ class McpServer(Part):
     """A server of tools."""
 
     url: Text = Field(description="Address.")
-    headers: SecretMap = Field(default_factory=dict, description="Request headers.")
+    headers: HeaderMap = Field(default_factory=dict, description="Request headers.")
     timeout_seconds: Seconds = Field(default=120, description="Time limit of a call, seconds.")
     protocol_version: Text = Field(default="2025-11-25", description="Protocol version.")
 
@@ -743,7 +771,7 @@ class A2aPeer(Part):
     """A remote agent."""
 
     card_url: Text = Field(description="Address of the agent card.")
-    headers: SecretMap = Field(default_factory=dict, description="Request headers.")
+    headers: HeaderMap = Field(default_factory=dict, description="Request headers.")
     timeout_seconds: Seconds = Field(default=120, description="Time limit of a request, seconds.")
     max_polls: int = Field(default=100, ge=1, le=1000, description="Most polls of a remote task.")
     poll_interval_ms: int = Field(default=100, ge=1, le=60_000, description="Time between polls, milliseconds.")

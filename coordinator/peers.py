@@ -24,6 +24,8 @@ A2A_VERSIONS: Final = ("1.0",)
 _PLACES: Final = {"mcp.call": ("server", "mcpServers", "url"), "a2a.delegate": ("peer", "a2aPeers", "cardUrl")}
 """Kind to: input field that names it, place in `spec`, field with the address."""
 
+_EXAMPLE: Final = "for example https://tools.example.org/mcp"
+
 _OPEN_PORTS: Final = {"http": 80, "https": 443}
 
 
@@ -51,20 +53,34 @@ def peer_problems(spec: Spec, kind: str, name: str) -> Iterator[tuple[str, Path,
         peer = spec.a2a_peers[name]
         url, version, known = peer.card_url, peer.protocol_version, A2A_VERSIONS
     path: Path = ("spec", place, name)
-    problem = _url_problem(url)
+    problem = url_problem(url)
     if problem is not None:
-        yield "schema_violation", (*path, field), problem, "for example https://tools.example.org/mcp"
+        yield "schema_violation", (*path, field), problem, _EXAMPLE
     if version not in known:
         message = f"protocol version {version!r} is not supported by this version"
         yield "unsupported_capability", (*path, "protocolVersion"), message, "one of " + ", ".join(known)
 
 
-def _url_problem(url: str) -> str | None:
+def address_problems(spec: Spec) -> Iterator[tuple[Path, str, str]]:
+    """(path, message, help) of each address in a document that no request can be sent to, whoever needs it."""
+    for name, provider in spec.providers.items():
+        if provider.endpoint is not None and (found := url_problem(provider.endpoint)) is not None:
+            yield ("spec", "providers", name, "endpoint"), found, "for example http://127.0.0.1:11434"
+    for name, server in spec.mcp_servers.items():
+        if (found := url_problem(server.url)) is not None:
+            yield ("spec", "mcpServers", name, "url"), found, _EXAMPLE
+    for name, peer in spec.a2a_peers.items():
+        if (found := url_problem(peer.card_url)) is not None:
+            yield ("spec", "a2aPeers", name, "cardUrl"), found, _EXAMPLE
+
+
+def url_problem(url: str) -> str | None:
+    """Why no request can be sent to an address, or None."""
     try:
         parts = urlsplit(url)
         port = parts.port
     except ValueError as error:
-        return f"not a URL: {error}"
+        return f"not a URL: {str(error).lower()}"
     if parts.scheme not in _OPEN_PORTS or not parts.hostname:
         return "not an absolute http or https URL"
     if parts.username is not None or parts.password is not None:

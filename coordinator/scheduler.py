@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from agentctl.store.canonical import canonical, loads, text_digest
+from agentctl.store.clock import DAY_MS
 from agentctl.store.compensations import MAPPING
 from agentctl.store.engine import BATCH_BYTES, BATCH_RESULTS, RunSnapshot
 from agentctl.store.errors import TaskFault
@@ -874,4 +875,4 @@ def backoff_ms(policy: RetryPolicy, attempt: int, uniform: float, error: dict[st
     wait = min(float(policy.max_backoff_ms), policy.backoff_ms * policy.backoff_multiplier ** (attempt - 1))
     wait += wait * 0.1 * uniform
     details = error.get("details") or {}
-    return int(max(wait, float(details.get("retryAfterMs", 0))))
+    return int(max(wait, min(details.get("retryAfterMs", 0), DAY_MS)))

@@ -11,6 +11,10 @@ from typing import Any
 MICRO = 1_000_000
 """Prices are for so many tokens."""
 
+MAX_UNITS = 2**63 - 1
+"""The most of anything that the ledger of a run can count. What claims to have used more counts as this much: it is
+over every limit, and an answer is not lost because its bill is absurd."""
+
 FINISH_REASONS = ("complete", "tool_calls", "max_tokens", "refusal", "cancelled")
 
 _TOKENS = ("inputTokens", "outputTokens", "reasoningTokens", "cacheReadTokens", "cacheWriteTokens")
@@ -67,9 +71,13 @@ def _usage(value: Any) -> str | None:
     for name in _TOKENS:
         if type(value.get(name, 0)) is not int or value.get(name, 0) < 0:
             return f"usage.{name} must be a whole number, 0 or more"
+        if value.get(name, 0) > MAX_UNITS:
+            return f"usage.{name} is more than {MAX_UNITS}"
     cost = value.get("costMicrousd")
     if cost is not None and (type(cost) is not int or cost < 0):
         return "usage.costMicrousd must be null or a whole number, 0 or more"
+    if cost is not None and cost > MAX_UNITS:
+        return f"usage.costMicrousd is more than {MAX_UNITS}"
     return None
 
 
@@ -93,7 +101,10 @@ def most(request_bytes: int, max_output_tokens: int, price: Mapping[str, Any] | 
 
 
 def used(usage: Mapping[str, Any], price: Mapping[str, Any] | None) -> dict[str, int]:
-    """The units that an answer has taken. A price that the provider itself has named wins over the price list."""
+    """The units that an answer has taken. A price that the provider itself has named wins over the price list.
+
+    Tokens times price may be more than `MAX_UNITS`; the ledger counts that much at most.
+    """
     units = {"providerRequests": 1, "turns": 1}
     units |= {name: int(usage.get(name) or 0) for name in _TOKENS}
     cost = cost_of(usage, price)

@@ -11,6 +11,8 @@ import time
 from typing import Protocol
 
 DAY_MS = 24 * 3600 * 1000
+LAST_INSTANT = 253_402_300_799_999
+"""The end of the year 9999: later than that is as good as never, and no calendar can show it."""
 
 
 class Clock(Protocol):

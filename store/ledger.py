@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 
 from . import audit, holds
+from .answers import MAX_UNITS
 from .canonical import canonical
 from .database import Connection, all_rows
 from .records import Event
@@ -201,9 +202,12 @@ def settle(
 ) -> dict[str, object] | None:
     """Replace what was held by what was used. Settling twice changes nothing: only open reservations move.
 
+    A line counts up to `MAX_UNITS` and stays there: a sum that no column holds would otherwise end the worker that has
+    the answer, and the answer with it.
+
     Returns what is exceeded now, if more was used than reserved and the limit with it (contract 6), else None.
     """
-    actual = with_total(usage)
+    actual = {dimension: min(units, MAX_UNITS) for dimension, units in with_total(usage).items()}
     opened = dict(_close(tx, run_id, reservation_id, dispatch, "settled"))
     for dimension, units in opened.items():
         tx.execute(
@@ -219,8 +223,8 @@ def settle(
         if units:
             tx.execute(
                 "INSERT INTO budget_lines (run_id, dimension, used) VALUES (?,?,?) "
-                "ON CONFLICT (run_id, dimension) DO UPDATE SET used = used + excluded.used",
-                (run_id, dimension, units),
+                "ON CONFLICT (run_id, dimension) DO UPDATE SET used = excluded.used + MIN(used, ? - excluded.used)",
+                (run_id, dimension, units, MAX_UNITS),
             )
     if not opened:
         return None

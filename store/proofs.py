@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from . import protocols, runs
+from .answers import MAX_UNITS
 from .canonical import canonical, effect_id, hex_digest, text_digest
 from .database import Connection, all_rows
 from .records import Run
@@ -104,14 +105,20 @@ def call_problems(tx: Connection, run: Run) -> Iterator[str]:
 
 def ledger_problems(tx: Connection, run_id: str) -> Iterator[str]:
     """The lines of the ledger against its reservations; only dimensions with a limit have them."""
-    for dimension, used, reserved, settled, opened in tx.execute(
-        "SELECT l.dimension, l.used, l.reserved, "
-        "COALESCE(SUM(CASE r.state WHEN 'settled' THEN r.actual END), 0), "
-        "COALESCE(SUM(CASE r.state WHEN 'open' THEN r.units END), 0) FROM budget_lines l "
-        "LEFT JOIN budget_reservations r ON r.run_id = l.run_id AND r.dimension = l.dimension "
-        "WHERE l.run_id = ? AND l.limit_units IS NOT NULL GROUP BY l.dimension",
+    sums: dict[str, dict[str, int]] = {"settled": {}, "open": {}}
+    # Added up here: the database gives up where a sum needs more than 64 bits; the ledger stays at its largest number.
+    for dimension, state, units in tx.execute(
+        "SELECT dimension, state, CASE state WHEN 'settled' THEN actual ELSE units END FROM budget_reservations "
+        "WHERE run_id = ? AND state IN ('settled', 'open')",
         (run_id,),
     ):
+        sums[state][dimension] = min(sums[state].get(dimension, 0) + (units or 0), MAX_UNITS)
+    for dimension, used, reserved in tx.execute(
+        "SELECT dimension, used, reserved FROM budget_lines WHERE run_id = ? AND limit_units IS NOT NULL "
+        "ORDER BY dimension",
+        (run_id,),
+    ):
+        settled, opened = sums["settled"].get(dimension, 0), sums["open"].get(dimension, 0)
         if reserved != opened:
             yield f"the ledger holds {reserved} of {dimension}, its open reservations {opened}"
         if used != settled:

@@ -6,6 +6,7 @@ import json
 
 from . import audit
 from .canonical import canonical, text_digest
+from .clock import LAST_INSTANT
 from .database import Connection
 from .errors import AlreadyTerminal, ConflictError, IncompatibleVersion, NotFoundError, RunMoved
 from .records import (
@@ -117,7 +118,7 @@ def insert(tx: Connection, new: NewRun, *, now: int) -> int:
             len(new.task_ids),
             new.max_concurrency,
             new.max_deliveries,
-            None if wall_time is None else now + wall_time * 1000,
+            None if wall_time is None else min(now + wall_time * 1000, LAST_INSTANT),
             now,
             now,
             new.parent_run_id,

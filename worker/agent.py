@@ -259,7 +259,7 @@ class _Delivery:
             all_of.cache_write_tokens + one.cache_write_tokens,
         )
         cost = answers.cost_of(one.as_json(), self._price)
-        self._cost = None if cost is None or self._cost is None else self._cost + cost
+        self._cost = None if cost is None or self._cost is None else min(self._cost + cost, answers.MAX_UNITS)
         limit = self._agent.get("usageLimit") or {}
         dollars = limit.get("maxCostUsd")
         for name, most, used in (
@@ -439,6 +439,9 @@ class _Delivery:
         estimate = answers.most(len(canonical(given).encode("utf-8")), self._agent["maxOutputTokens"], self._price)
         expected = {"provider": self._provider, "model": self._agent["model"], "turn": turn}
         request = self._effect(self._provider, "model", "medium", "at_most_once", given, expected, estimate, ask)
+        from .providers.registry import load
+
+        load(self._models["providers"][self._provider]["kind"])
         answer = self._start(request)
         if isinstance(answer, RecordedEffect):
             return response_of(answer.result_json)
@@ -478,7 +481,7 @@ class _Delivery:
             provider = self._agents.provider(self._claim.run_id, self._provider, self._settings)
             with self._limited(self._agent["timeoutSeconds"]):
                 response = provider.complete(asked, call)
-            recorded = known_secrets.redactor.json(response.as_json())
+            recorded = _without_secrets(response)
             result_json = canonical(recorded)
             if (problem := answers.answer_problem(loads(result_json))) is not None:
                 raise ProviderFault("provider_malformed", f"the answer cannot be used: {problem}", sent="unknown")
@@ -636,6 +639,21 @@ def first_message(given: Mapping[str, Any]) -> str:
     """What the model is told first: `prompt` if it is text, else the JSON of the whole input (contract 12.1)."""
     prompt = given.get("prompt")
     return prompt if isinstance(prompt, str) else canonical(dict(given))
+
+
+def _without_secrets(response: ModelResponse) -> dict[str, Any]:
+    """The answer as it is recorded. What the service has said is cleaned; the words and numbers of the form itself are
+    not, or a secret of a few characters would make it an answer that nobody can use."""
+    clean, given = known_secrets.redactor.json, response.as_json()
+    if given["continuation"] is not None:
+        given["continuation"] = {**given["continuation"], "value": clean(given["continuation"]["value"])}
+    calls = [{name: clean(value) for name, value in call.items()} for call in given["toolCalls"]]
+    blocks = [
+        {name: value if name == "type" else clean(value) for name, value in block.items()}
+        for block in given["assistantContent"]
+    ]
+    said = {"responseId": clean(given["responseId"]), "text": clean(given["text"])}
+    return {**given, **said, "toolCalls": calls, "assistantContent": blocks}
 
 
 def response_of(text: str | None) -> ModelResponse:

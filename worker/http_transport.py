@@ -49,11 +49,12 @@ from .network import (
 REDIRECTS: Final = frozenset({301, 302, 303, 307, 308})
 _T = TypeVar("_T")
 _SENDING: Final = ".send_request_headers.started"
+_WRITTEN: Final = ".send_request_headers.complete"
 
 
 class NeverSent(httpx.ConnectError):
-    """Nothing of the request has left this machine. `code` is `denied`, `resolve`, `connect`, `tls`, `cancelled` or
-    `timeout`; `message` is for people."""
+    """Nothing of the request has left this machine. `code` is `denied`, `resolve`, `connect`, `tls`, `cancelled`,
+    `timeout`, or `request` for one that HTTP cannot carry; `message` is for people."""
 
     def __init__(self, code: str, message: str, request: httpx.Request | None = None) -> None:
         super().__init__(message, request=request)
@@ -280,10 +281,13 @@ class _Passage:
     def __init__(self, request: httpx.Request) -> None:
         self._request = request
         self.sending = False
+        self._written = False
 
     def _see(self, name: str) -> None:
         if name.endswith(_SENDING):
             self.sending = True
+        elif name.endswith(_WRITTEN):
+            self._written = True
 
     def trace(self, name: str, info: Mapping[str, Any]) -> None:
         self._see(name)
@@ -303,6 +307,9 @@ class _Passage:
         except httpcore.ProxyError as error:
             raise NeverSent("connect", f"the proxy refused: {error}", self._request) from error
         except (httpcore.TimeoutException, httpcore.NetworkError, httpcore.ProtocolError) as error:
+            if isinstance(error, httpcore.LocalProtocolError) and not self._written:
+                # Head of a request that is none: it is refused here, before the first byte of it is written.
+                raise NeverSent("request", f"the request cannot be written: {error}", self._request) from error
             if self.sending:
                 kind: type[httpx.TransportError] = getattr(httpx, type(error).__name__, httpx.TransportError)
                 raise kind(str(error) or "the connection was lost", request=self._request) from error

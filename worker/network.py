@@ -94,11 +94,11 @@ def target_of(url: str) -> Target:
         parts: SplitResult = urlsplit(url)
         port = parts.port
     except ValueError as error:
-        raise ValueError(f"not a URL: {error}") from error
+        raise ValueError(f"not a URL: {str(error).lower()}") from error
     if parts.scheme not in DEFAULT_PORTS or not parts.hostname:
         raise ValueError("not an absolute http or https URL")
     if parts.username is not None or parts.password is not None:
-        raise ValueError("a URL may not hold a user name or a password")
+        raise ValueError("a URL with a user name or a password, which belong into a secret reference")
     if port == 0 or any(ord(letter) <= 32 or ord(letter) == 127 for letter in url):
         raise ValueError("not a URL: it has a port of 0, a space or a control character")
     return Target(parts.scheme, parts.hostname, DEFAULT_PORTS[parts.scheme] if port is None else port)

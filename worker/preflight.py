@@ -93,7 +93,7 @@ def require(
     try:
         target = target_of(service.url)
     except ValueError as error:
-        raise UsageError(f"{service.what}: its URL is {error}", remedy="write an absolute http or https URL") from error
+        raise UsageError(f"{service.what}: its URL: {error}", remedy="write an absolute http or https URL") from error
     try:
         require_allowed(policy, target)
         for problem in secret_problems(service, policy, workspace):
@@ -172,7 +172,10 @@ def _ca_problem(policy: Policy, workspace: str) -> TaskFault | None:
 def _as_error(fault: TaskFault, where: str) -> AgentctlError:
     message = f"{where}: {fault.message}"
     if fault.code == "policy_denied":
-        return PolicyError(message, remedy="allow it under policy (environmentAllowlist, secretFileRoots, …)")
+        remedy = (fault.details or {}).get(
+            "remediation", "allow it under policy (environmentAllowlist, secretFileRoots, …)"
+        )
+        return PolicyError(message, remedy=remedy)
     return PrerequisiteError(message, remedy="provide the secret where the reference points; nothing was started")
 
 

@@ -150,6 +150,28 @@ def test_instructions_of_a_run_are_those_of_its_start(talk: Talk) -> None:
     assert inputs[1]["instructions"] == "first"
 
 
+def test_an_absurd_bill_is_counted_as_far_as_it_goes(talk: Talk) -> None:
+    """Two answers whose sum no column holds: both are kept, and the worker lives."""
+    two = [ASK, {**ASK, "id": "again", "needs": ["ask"]}]
+    most = 2**63 - 1
+    answer = talk.run(document(two), [{"text": "yes", "usage": {"inputTokens": most, "costMicrousd": most}}])
+    assert (answer.code, answer.data["state"]) == (0, "succeeded")
+    assert answer.data["output"]["again"]["usage"]["inputTokens"] == most
+    usage = talk.budget()["usage"]
+    assert (usage["inputTokens"], usage["costMicrousd"], usage["providerRequests"]) == (most, most, 2)
+
+
+def test_a_secret_of_one_character_loses_no_answer(talk: Talk) -> None:
+    """What is said is cleaned of it; the form of the answer is ours, and stays."""
+    (talk.folder / "tiny").write_text("e", encoding="utf-8")
+    provider = {"kind": "fake", "script": "model.json", "headers": {"X-Tiny": {"file": "tiny"}}}
+    value = document([ASK], providers={"model": provider})
+    value["spec"]["policy"]["secretFileRoots"] = ["."]
+    answer = talk.run(value, [{"text": "yes"}])
+    assert (answer.code, answer.data["state"]) == (0, "succeeded")
+    assert answer.data["output"]["ask"]["text"] == "y[REDACTED]s"
+
+
 def test_structured_output_is_the_output(talk: Talk) -> None:
     schema = {"type": "object", "required": ["n"], "properties": {"n": {"type": "integer"}}}
     use = {"id": "use", "uses": "action:say", "needs": ["ask"], "with": {"n": "${{ tasks.ask.output.n }}"}}
@@ -248,6 +270,9 @@ def test_what_nobody_knows_waits_for_a_person(talk: Talk, fail: str) -> None:
     assert (answer.code, answer.data["state"], answer.data["reason"]) == (3, "paused", "uncertain_effect")
     assert asked(talk.folder) == {1: 1}
     [(effect,)] = rows(talk.site.store, "SELECT effect_id FROM effects")
+    for verb in ("wait", "status"):
+        told = talk.site.ask(verb, "@latest", form="human")
+        assert f"the script says: {fail}" in told.out, told
     given = talk.folder / "given.json"
 
     def reconcile(value: Any) -> Answer:
@@ -261,7 +286,15 @@ def test_what_nobody_knows_waits_for_a_person(talk: Talk, fail: str) -> None:
         "assistantContent": [], "continuation": {"kind": "conversation", "value": [1]},
         "usage": {"inputTokens": 5, "outputTokens": 6}, "finishReason": "tool_calls",
     }  # fmt: skip
-    for bad in ("yes", {}, {**good, "finishReason": "done"}, {**good, "toolCalls": [{"id": "c"}]}, {**good, "x": 1}):
+    much = {**good, "usage": {"inputTokens": 10**30}}
+    for bad in (
+        "yes",
+        {},
+        much,
+        {**good, "finishReason": "done"},
+        {**good, "toolCalls": [{"id": "c"}]},
+        {**good, "x": 1},
+    ):
         refused = reconcile(bad)
         assert refused.code == 2, refused
         assert "no answer of a model" in refused.err

@@ -169,18 +169,24 @@ def test_auth_check(cli: Cli) -> None:
     provider = {"kind": "anthropic", "credential": {"env": "KEY"}, "headers": {"X-Org": {"env": "ORG"}}}
     file = cli.write("w.yaml", document(provider, LOCAL))
     result = cli.json("auth", "check", file, env={"KEY": "sk-very-secret-1"})
-    assert result.code == 6
+    assert result.code == 3
     assert "sk-very-secret-1" not in result.out + result.err
     assert json.loads(result.out)["kind"] == "AuthCheck"
     shown = {item["provider"]: {s["name"]: s["status"] for s in item["secrets"]} for item in result.data["providers"]}
-    assert shown == {"p": {"headers.X-Org": "denied", "credential": "ok"}, "unused": {"credential": "missing"}}
-    result = cli.json("auth", "check", file, env={"KEY": "sk-very-secret-1", "OPENAI_API_KEY": "sk-2"})
-    assert (result.code, result.data["valid"]) == (3, False)
+    assert shown == {"p": {"headers.X-Org": "denied", "credential": "ok"}, "unused": {}}
+    assert [item["used"] for item in result.data["providers"]] == [True, False]
+    denied = next(s for s in result.data["providers"][0]["secrets"] if s["status"] == "denied")
+    assert denied["remedy"] == "allow it under policy: environmentAllowlist: [ORG]"
+    told = cli("auth", "check", file, env={"KEY": "sk-very-secret-1"})
+    assert (told.code, "not used" in told.out, "environmentAllowlist: [ORG]" in told.out) == (3, True, True)
+    result = cli.json("auth", "check", file)
+    assert (result.code, result.data["valid"]) == (6, False)
+    assert "this worker" not in result.out
     assert not cli.database.exists()
 
 
 def test_auth_check_is_content_when_everything_is_there(cli: Cli) -> None:
-    file = cli.write("w.yaml", document({"kind": "fake"}))
+    file = cli.write("w.yaml", document({"kind": "openai"}))
     result = cli("auth", "check", file, env={"OPENAI_API_KEY": "sk-very-secret-2"})
     assert result.code == 0
     assert "sk-very-secret-2" not in result.out

@@ -252,6 +252,14 @@ def test_a_limit_in_dollars_needs_a_price() -> None:
     assert compiled(value).budget["pricing"]["version"] == "1"
 
 
+def test_a_limit_in_dollars_says_how_to_get_a_price() -> None:
+    with pytest.raises(DocumentError) as caught:
+        compiled(document([ASK], agent={"usageLimit": {"maxCostUsd": 1.5}}))
+    [item] = caught.value.diagnostics
+    assert item.help is not None
+    assert "runtime.pricing" in item.help
+
+
 def test_other_things_that_are_refused() -> None:
     assert findings(document([{**ASK, "uses": "agent:gone"}])) == [("missing_reference", "spec.tasks[0].uses")]
     assert findings(document([{**ASK, "memoryWrites": ["k"]}])) == [("schema_violation", "spec.tasks[0].memoryWrites")]

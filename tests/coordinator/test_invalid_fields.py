@@ -35,6 +35,32 @@ CASES = [
     # providers and agents
     ("schema_violation", "spec.providers.p.kind", "providers: {p: {kind: §gpt}}"),
     ("schema_violation", "spec.providers.p.kind", "providers: {p: §{endpoint: 'http://x'}}"),
+    *[
+        ("schema_violation", f"spec.{place}.{field}", f"{place.split('.')[0]}: {{p: {{{kind}{field}: §{url}}}}}")
+        for place, field, kind in (
+            ("providers.p", "endpoint", "kind: openai_compatible, "),
+            ("mcpServers.p", "url", ""),
+            ("a2aPeers.p", "cardUrl", ""),
+        )
+        for url in ("ftp://h", "http://u:p@h", "http://h:99999", "http://h:0", "h", "'http://h /'")
+    ],
+    *[
+        ("schema_violation", f"spec.{place}.p.headers.{name}", f"{place}: {{p: {{{rest}, headers: {{{text}: §{{env: K}}}}}}}}")
+        for place, rest in (
+            ("providers", "kind: openai"),
+            ("mcpServers", "url: http://h"),
+            ("a2aPeers", "cardUrl: http://h"),
+        )
+        for name, text in (
+            ("Content-Length", "Content-Length"),
+            ("transfer-encoding", "transfer-encoding"),
+            ("Connection", "Connection"),
+            ("Host", "Host"),
+            ("X Y", "'X Y'"),
+            ("Ümlaut", "Ümlaut"),
+        )
+    ],
+    ("schema_violation", "spec.providers.p.headers.x-a", "providers: {p: {kind: openai, headers: {X-A: {env: K}, x-a: §{env: K}}}}"),
     ("schema_violation", "spec.agents.g", PROVIDER + "agents: {g: §{provider: p, model: m, instructions: a, instructionsFile: b}}"),
     ("schema_violation", "spec.agents.g.maxTurns", PROVIDER + "agents: {g: {provider: p, model: m, instructions: a, maxTurns: §65}}"),
     ("schema_violation", "spec.agents.g.maxToolCalls", PROVIDER + "agents: {g: {provider: p, model: m, instructions: a, maxToolCalls: §257}}"),

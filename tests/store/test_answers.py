@@ -43,6 +43,8 @@ def test_a_whole_answer_has_no_problem() -> None:
         {"continuation": {"kind": "other", "value": 1}},
         {"usage": {"inputTokens": -1}},
         {"usage": {"inputTokens": 1.0}},
+        {"usage": {"inputTokens": 2**63}},
+        {"usage": {"costMicrousd": 2**63}},
         {"usage": {"costMicrousd": "1"}},
         {"usage": None},
     ],

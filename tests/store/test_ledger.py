@@ -7,7 +7,10 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from agentctl.store.answers import MAX_UNITS
+from agentctl.store.clock import LAST_INSTANT
 from agentctl.store.engine import Store
+from agentctl.store.proofs import ledger_problems
 from agentctl.store.records import AttemptHeld, Claim, EffectEnd, EffectRequest, StartedEffect, StartRefused
 from support.builders import Driver, Hand, effect_request, new_run, open_store
 from support.clock import ManualClock
@@ -187,6 +190,35 @@ def test_more_used_than_held_is_shown_and_stops_what_follows(store: Store) -> No
     Hand(store, first.fence.holder).finish(first, effect=EffectEnd(request.effect_id, "succeeded", usage={"turns": 6}))
     assert ledger_line(store, "turns") == (4, 6, 0)
     assert isinstance(start(store, second, {"turns": 1})[1], StartRefused)
+
+
+def test_a_line_counts_no_further_than_it_can(store: Store) -> None:
+    """Absurd numbers, and sums of large ones: the worker that has the answer must be able to record it."""
+    first, second, third = begin(store, {"outputTokens": MAX_UNITS, "totalTokens": 100})
+    for claim, tokens in ((first, 10**30), (second, MAX_UNITS), (third, 7)):
+        request = effect_request(claim)
+        Hand(store, claim.fence.holder).start(claim, request)
+        usage = {"outputTokens": tokens, "costMicrousd": tokens}
+        Hand(store, claim.fence.holder).finish(claim, effect=EffectEnd(request.effect_id, "succeeded", usage=usage))
+    assert ledger_line(store, "outputTokens") == (MAX_UNITS, MAX_UNITS, 0)
+    assert ledger_line(store, "totalTokens") == (100, MAX_UNITS, 0)
+    assert ledger_line(store, "costMicrousd") == (None, MAX_UNITS, 0)
+
+
+def test_sums_of_reservations_are_verified_beyond_64_bits(store: Store) -> None:
+    first, second, _ = begin(store, {"outputTokens": 5})
+    requests = [start(store, claim, {"outputTokens": 1})[0] for claim in (first, second)]
+    for claim, request in zip((first, second), requests, strict=True):
+        end = EffectEnd(request.effect_id, "succeeded", usage={"outputTokens": MAX_UNITS})
+        Hand(store, claim.fence.holder).finish(claim, effect=end)
+    assert ledger_line(store, "outputTokens") == (5, MAX_UNITS, 0)
+    with store.database.read() as tx:
+        assert list(ledger_problems(tx, "run-1")) == []
+
+
+def test_a_wall_time_beyond_all_calendars_is_a_deadline(store: Store) -> None:
+    begin(store, {"wallTimeSeconds": MAX_UNITS}, tasks=1)
+    assert scalar(store, "SELECT deadline_at FROM runs") == LAST_INSTANT
 
 
 def test_what_is_in_flight_may_pass_the_limit_and_nothing_after_it_is_known(store: Store) -> None:

@@ -1,7 +1,8 @@
 """An MCP server for tests, built with the official library: `python mcp_server.py FOLDER PORT [json|sse]`.
 
 Tools: `add` (two numbers, structured), `fail` (reports an error), `slow` (sleeps), `leak` (gives back the header
-`authorization`). While the file `changed` is in the folder, `add` has another input schema.
+`authorization`), `long` (a text of that size). While the file `changed` is in the folder, `add` has another input
+schema.
 """
 
 from __future__ import annotations
@@ -37,7 +38,13 @@ async def list_tools(ctx: Any, params: types.PaginatedRequestParams | None) -> t
     ]
     if params is None or params.cursor is None:
         return types.ListToolsResult(tools=first, next_cursor="more")
-    return types.ListToolsResult(tools=[_tool("add", numbers, output_schema=output), _tool("leak", {})])
+    return types.ListToolsResult(
+        tools=[
+            _tool("add", numbers, output_schema=output),
+            _tool("leak", {}),
+            _tool("long", {"size": {"type": "integer"}}),
+        ]
+    )
 
 
 async def call_tool(ctx: Any, params: types.CallToolRequestParams) -> types.CallToolResult:
@@ -49,6 +56,8 @@ async def call_tool(ctx: Any, params: types.CallToolRequestParams) -> types.Call
     if params.name == "leak":
         text = ctx.request.headers.get("authorization", "")
         return types.CallToolResult(content=[types.TextContent(type="text", text=f"you are {text}")])
+    if params.name == "long":
+        return types.CallToolResult(content=[types.TextContent(type="text", text="x" * given["size"])])
     total = given.get("a", 0) + given.get("b", 0)
     return types.CallToolResult(
         content=[types.TextContent(type="text", text=str(total))], structured_content={"sum": total}

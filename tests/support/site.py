@@ -110,13 +110,15 @@ class Site:
         self._started.append((process, log))
         return process
 
-    def ask(self, *arguments: str | Path, seconds: float = PATIENCE, fault: str | None = None) -> Answer:
-        """A command to its end, with a JSON answer."""
+    def ask(
+        self, *arguments: str | Path, seconds: float = PATIENCE, fault: str | None = None, form: str = "json"
+    ) -> Answer:
+        """A command to its end, with a JSON answer, or with `form="human"` one for people."""
         env = dict(self._environment)
         if fault is not None:
             env["AGENTCTL_FAULT"] = fault
         done = subprocess.run(
-            [*PROGRAM, *map(str, arguments), "--output", "json"],
+            [*PROGRAM, *map(str, arguments), "--output", form],
             cwd=self.folder,
             env=env,
             stdin=subprocess.DEVNULL,

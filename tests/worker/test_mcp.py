@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import os
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -16,6 +18,7 @@ from agentctl.store.errors import TaskFault
 from agentctl.store.policy import Policy, policy_name_of
 from agentctl.worker.effects import EffectContext, EffectOutcome, EffectPlan, Work, prepare
 from support.children import wait_until
+from support.model_server import closed_port
 from support.peers import PeerServer
 
 EFFECT = "e" * 64
@@ -229,7 +232,7 @@ OPEN = [
     ("garbage", "garbage", "mcp_malformed"),
     ("html", "html", "mcp_malformed"),
     ("accepted", "accepted", "mcp_malformed"),
-    ("too large", "huge", "mcp_connection_lost"),
+    ("too large", "huge", "mcp_malformed"),
     ("wrong shape", 'result:{"content": "x"}', "mcp_malformed"),
     ("no structured content", 'result:{"content": []}', "mcp_malformed"),
     ("outside its schema", 'result:{"content": [], "structuredContent": {"sum": "x"}}', "mcp_malformed"),
@@ -250,6 +253,22 @@ def test_what_is_not_known_stays_uncertain_and_is_sent_once(
     assert server.counts()["initialize"] == 1
     status, state = state_of(outcome)
     assert (status, state["sent"]) == ("uncertain", True)
+
+
+@pytest.mark.parametrize("form", ["json", "sse"])
+def test_how_large_an_answer_may_be_is_said_by_the_policy(site: Site, form: str) -> None:
+    """Above the limit that the client library has for an event of a stream, and below that of the policy; then not."""
+    text = "x" * 1_500_000
+    server = site.server(form)
+    given = {"tool": "long", "arguments": {"size": len(text)}}
+    network = {"allowPrivate": True, "maxResponseBytes": 2_000_000}
+    outcome = site.call(site.work(server, given, network=network))
+    assert outcome.status == "succeeded", outcome.error
+    assert outcome.result["content"] == [{"type": "text", "text": text}]
+    outcome = site.call(site.work(server, given))
+    assert (outcome.status, error_of(outcome)["code"]) == ("uncertain", "mcp_malformed")
+    assert "maxResponseBytes" in error_of(outcome)["message"]
+    assert "lost" not in error_of(outcome)["message"]
 
 
 @pytest.mark.parametrize("idempotency", ["pure", "idempotent", "keyed"])
@@ -377,3 +396,40 @@ def test_a_private_address_is_refused_where_the_name_leads_to_it(site: Site) -> 
     outcome = site.call(work)
     assert (outcome.status, error_of(outcome)["code"]) == ("not_dispatched", "policy_denied")
     assert server.requests() == []
+
+
+@pytest.mark.parametrize(
+    ("kind", "given"),
+    [
+        ("mcp.call", {"server": "p", "tool": "t"}),
+        ("a2a.delegate", {"peer": "p", "messageId": "m", "message": "hello"}),
+    ],
+)
+def test_nothing_large_is_imported_while_an_effect_is_in_flight(tmp_path: Path, kind: str, given: Any) -> None:
+    """In a process of its own, as a worker has one; the connection is refused, which takes a call all its way."""
+    peer = {
+        "url": f"http://127.0.0.1:{closed_port()}/", "cardUrl": f"http://127.0.0.1:{closed_port()}/", "headers": {},
+        "timeoutSeconds": 5, "maxPolls": 1, "pollIntervalMs": 1,
+        "protocolVersion": "2025-11-25" if kind == "mcp.call" else "1.0",
+    }  # fmt: skip
+    task = {
+        "task_id": "t", "action_name": "a", "kind": kind, "action": {"kind": kind, "peers": {"p": peer}},
+        "input": given, "memory": {}, "timeout_seconds": 5.0, "base_path": str(tmp_path),
+    }  # fmt: skip
+    done = subprocess.run([sys.executable, "-c", FRESH, json.dumps(task)], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout) == ["not_dispatched", []]
+
+
+FRESH = """
+import json, sys, time
+from agentctl.store.policy import Policy
+from agentctl.worker.effects import EffectContext, Work, prepare
+from agentctl.worker.watch import Token
+rules = {"networkAllowlist": ["127.0.0.1"], "network": {"allowPrivate": True}}
+plan = prepare(Work(**json.loads(sys.argv[1]), policy=Policy.from_json(rules)))
+before = set(sys.modules)
+outcome = plan.execute(EffectContext("e" * 64, Token(), time.monotonic))
+large = ("mcp", "a2a", "httpx", "httpx2", "httpcore", "google", "pydantic")
+print(json.dumps([outcome.status, sorted(n for n in set(sys.modules) - before if n.partition(".")[0] in large)]))
+"""

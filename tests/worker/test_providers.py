@@ -11,6 +11,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+from agentctl.store.answers import MAX_UNITS, answer_problem
 from agentctl.store.errors import TaskFault
 from agentctl.store.policy import Policy
 from agentctl.worker.effects.secret_values import resolve_secret
@@ -341,6 +342,24 @@ def test_a_key_that_no_header_can_carry_is_refused(server: ModelServer, monkeypa
     assert "two" not in caught.value.message
 
 
+@pytest.mark.parametrize("name", ["X Y", "Bad\nName", "Ümlaut", ""])
+@pytest.mark.parametrize("kind", ["openai", "google"])
+def test_a_request_that_http_cannot_carry_was_never_dispatched(
+    kind: str, name: str, server: ModelServer, token: Token
+) -> None:
+    """A run may have been recorded before its header names were looked at."""
+    fault = fault_of(kind, server.url, token, headers={name: {"env": "MODEL_KEY"}})
+    assert (fault.code, fault.sent, fault.retryable) == ("provider_request", "no", False)
+    assert server.count == 0
+
+
+@pytest.mark.parametrize("value", ["1\n2", "ü"])
+def test_a_version_that_no_header_can_carry_was_never_dispatched(value: str, server: ModelServer, token: Token) -> None:
+    fault = fault_of("anthropic", server.url, token, apiVersion=value)
+    assert (fault.code, fault.sent) == ("provider_request", "no")
+    assert server.count == 0
+
+
 def test_the_variable_of_a_kind_needs_no_permission(
     server: ModelServer, token: Token, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -498,6 +517,32 @@ def test_large_numbers_stay_exact(server: ModelServer, token: Token) -> None:
     server.plays(Play(text="", calls=[("c1", "look", arguments)]))
     response = complete("openai", server, token, request_of(tools=(LOOK,)))
     assert dict(response.tool_calls[0].input) == {"path": 2**70, "other": 1.0, "é": "e\u0301"}
+
+
+def test_a_bill_that_nobody_can_count_does_not_lose_the_answer(server: ModelServer, token: Token) -> None:
+    usage = {"prompt_tokens": 10**30, "completion_tokens": MAX_UNITS, "total_tokens": 0}
+    server.plays(Play(usage=usage))
+    response = complete("openai_compatible", server, token)
+    assert response.text == "fine"
+    assert response.usage == Usage(MAX_UNITS, MAX_UNITS)
+    assert answer_problem(response.as_json()) is None
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "milliseconds"),
+    [
+        ("Retry-After", "9" * 400, 86_400_000),
+        ("Retry-After", "1.5", 1500),
+        ("Retry-After-Ms", "9" * 5000, 86_400_000),
+        ("Retry-After-Ms", "²", None),
+        ("Retry-After", "Fri, 31 Dec 9999 23:59:59 -2359", 86_400_000),
+    ],
+)
+def test_when_to_come_again_is_bounded(
+    name: str, value: str, milliseconds: int | None, server: ModelServer, token: Token
+) -> None:
+    server.plays(Play(status=429, headers={name: value}))
+    assert fault_of("openai", server.url, token).retry_after_ms == milliseconds
 
 
 # -- streams -----------------------------------------------------------------------------------------------------------

@@ -6,6 +6,7 @@ import os
 import sys
 import threading
 import time
+import venv
 from base64 import b64decode
 from collections.abc import Callable, Iterator
 from hashlib import sha256
@@ -513,3 +514,17 @@ def test_secrets_that_cannot_be_read(
     (base / "w" / "keys" / "link").symlink_to(base / "outside" / "k")
     (base / "outside" / "k").write_text("x")
     assert refused(secret_work(base, reference)).code == code
+
+
+def test_a_program_finds_its_own_files(base: Path, token: Token, effect: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A Python of a virtual environment is found by the worker; by its name alone it would look along another PATH."""
+    venv.create(base / "venv", symlinks=True)
+    monkeypatch.setenv("PATH", f"{base / 'venv' / 'bin'}:{os.environ['PATH']}")
+    script = "import math, sys; print(sys.prefix)"
+    action = {"kind": "builtin.shell.exec", "command": "python3", "args": ["-c", script]}
+    plan = planned(work(base, action, processAllowlist=["python3"]))
+    outcome = execute(plan, token, effect)
+    assert outcome.result is not None
+    assert outcome.result["stdout"] == f"{base / 'venv'}\n", outcome.result["stderr"]
+    # What is recorded is what was asked for: where it was found is no part of the effect's identity.
+    assert plan.input["command"] == "python3"

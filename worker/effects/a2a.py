@@ -31,7 +31,7 @@ from agentctl.store.records import ProtocolNote
 
 from ..network import Guard, Target, target_of
 from . import CancelToken, EffectContext, EffectOutcome, EffectPlan, Work, refuse_cancelled
-from .remote import COURTESY_SECONDS, Ended, Peer, carry_out, limit_of, peer, peer_of, require_extra, text_field
+from .remote import COURTESY_SECONDS, Ended, Peer, carry_out, limit_of, load, peer, peer_of, require_extra, text_field
 
 if TYPE_CHECKING:
     import httpx
@@ -111,8 +111,7 @@ def prepare_a2a(work: Work) -> EffectPlan:
     """Check peer and message. Raises `invalid_input`, `policy_denied`, `secret_unavailable`, `unsupported_capability`
     when the client library is not installed."""
     require_extra("a2a.delegate")
-    import a2a.client.transports.jsonrpc  # noqa: F401  loaded before there is an effect, not while it is in flight
-
+    load("a2a.delegate")
     asked = peer_of(work, "peer", "cardUrl")
     message_id, message = text_field(work.input, "messageId"), text_field(work.input, "message")
     call = _Call(asked, message_id, message, *limit_of(work, asked.definition))
@@ -415,13 +414,15 @@ def _problem_of(call: _Call, what: str, error: Exception, *, before: bool = Fals
     from a2a.client.errors import A2AClientError
     from a2a.utils.errors import A2AError
 
-    from ..http_transport import RedirectRefused, never_sent
+    from ..http_transport import AnswerTooLarge, AnswerUnreadable, RedirectRefused, never_sent
 
     words = call.peer.words(str(error) or type(error).__name__)
     unsent = never_sent(error)
     if unsent is not None:
         code = "policy_denied" if unsent.code == "denied" else "a2a_unavailable"
-        return _Problem(TaskFault(code, call.peer.words(unsent.message), retryable=code == "a2a_unavailable"))
+        return _Problem(
+            TaskFault(code, call.peer.words(unsent.message), retryable=unsent.code not in ("denied", "request"))
+        )
     cause: BaseException | None = error
     while cause is not None:
         if isinstance(cause, RedirectRefused):
@@ -435,6 +436,8 @@ def _problem_of(call: _Call, what: str, error: Exception, *, before: bool = Fals
             return _Problem(
                 TaskFault("a2a_http_error", message, retryable=again, details={"status": status}), definite=definite
             )
+        if isinstance(cause, AnswerTooLarge | AnswerUnreadable):
+            return _Problem(TaskFault("a2a_malformed", f"{what}: the answer cannot be taken: {cause}"))
         if isinstance(cause, TimeoutError) or "Timeout" in type(cause).__name__:
             return _Problem(TaskFault("a2a_timeout", f"{what}: there was no answer in time", retryable=before))
         cause = cause.__cause__

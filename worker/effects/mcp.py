@@ -34,7 +34,7 @@ from agentctl.store.version import VERSION
 from ..network import Guard
 from . import EffectContext, EffectOutcome, EffectPlan, Work, refuse_cancelled
 from .contracts import mismatch
-from .remote import COURTESY_SECONDS, Ended, Peer, carry_out, limit_of, peer_of, require_extra, text_field
+from .remote import COURTESY_SECONDS, Ended, Peer, carry_out, limit_of, load, peer_of, require_extra, text_field
 
 if TYPE_CHECKING:
     from mcp import ClientSession
@@ -104,8 +104,7 @@ def prepare_mcp(work: Work) -> EffectPlan:
     """Check server, tool and arguments. Raises `invalid_input`, `policy_denied`, `secret_unavailable`,
     `unsupported_capability` when the client library is not installed."""
     require_extra("mcp.call")
-    from . import mcp_http  # noqa: F401  loads the library before there is an effect, not while it is in flight
-
+    load("mcp.call")
     peer = peer_of(work, "server", "url")
     tool = text_field(work.input, "tool")
     arguments = work.input.get("arguments")
@@ -241,7 +240,11 @@ async def _talk(
                 follow_redirects=False,
             )
         )
-        read, write = await stack.enter_async_context(streamable_http_client(peer.url, http_client=client))
+        # The library's own limit is for one event; an answer is one, and the policy has a limit for answers.
+        most = peer.policy.network.max_response_bytes
+        read, write = await stack.enter_async_context(
+            streamable_http_client(peer.url, http_client=client, max_sse_event_size=most)
+        )
         session = await stack.enter_async_context(
             ClientSession(
                 read,
@@ -435,7 +438,9 @@ def _problem_of(call: _Call, bridge: Bridge, method: str, error: BaseException) 
     if exchange.unsent is not None:
         fault = exchange.unsent
         code = "policy_denied" if fault.code == "denied" else "mcp_unavailable"
-        return _Problem(TaskFault(code, call.peer.words(fault.message), retryable=code != "policy_denied"))
+        return _Problem(
+            TaskFault(code, call.peer.words(fault.message), retryable=fault.code not in ("denied", "request"))
+        )
     if exchange.redirected:
         message = f"the server answered {method} with a redirect ({exchange.status}), which is not followed"
         return _Problem(TaskFault("mcp_http_error", message, details={"status": exchange.status}), definite=asked)
@@ -449,6 +454,8 @@ def _reading(exchange: Exchange, method: str, error: Any, words: str) -> tuple[s
     """(code, message, whether it is definite, whether another attempt makes sense)."""
     status = exchange.status
     number = None if error is None else error.code
+    if exchange.refused:
+        return "mcp_malformed", f"the answer to {method} cannot be taken: {exchange.lost}", False, False
     if exchange.lost is not None:
         return "mcp_connection_lost", f"the connection was lost after {method}: {exchange.lost}", False, True
     if status is None:

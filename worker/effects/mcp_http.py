@@ -16,7 +16,7 @@ from typing import Any
 import httpx
 import httpx2
 
-from ..http_transport import AsyncPolicyTransport, NeverSent, RedirectRefused
+from ..http_transport import AnswerTooLarge, AnswerUnreadable, AsyncPolicyTransport, NeverSent, RedirectRefused
 from .remote import COURTESY_SECONDS
 
 
@@ -25,7 +25,8 @@ class Exchange:
     """What is known of the last request of one JSON-RPC method.
 
     `sent`: it may have been received. `status` and `content_type`: the server has answered. `ended`: its answer was
-    read to the end. `lost`: why the answer did not come to its end. `unsent`: why nothing left this machine.
+    read to the end. `lost`: why the answer did not come to its end. `refused`: it is here that it was not read to its
+    end (it is too large, or in a coding that nobody asked for). `unsent`: why nothing left this machine.
     """
 
     sent: bool = False
@@ -33,6 +34,7 @@ class Exchange:
     status: int | None = None
     content_type: str = ""
     lost: str | None = None
+    refused: bool = False
     unsent: NeverSent | None = None
     redirected: bool = False
 
@@ -76,8 +78,7 @@ class Bridge(httpx2.AsyncBaseTransport):
             exchange.status, exchange.redirected = error.status, True
             raise httpx2.RemoteProtocolError(str(error)) from error
         except httpx.TransportError as error:
-            exchange.lost = str(error) or "the connection was lost"
-            raise httpx2.ReadError(exchange.lost) from error
+            raise _lost(exchange, error) from error
 
     async def aclose(self) -> None:
         await self._inner.aclose()
@@ -94,11 +95,17 @@ class _Body(httpx2.AsyncByteStream):
                 yield part
             self._exchange.ended = True
         except httpx.TransportError as error:
-            self._exchange.lost = str(error) or "the connection was lost"
-            raise httpx2.ReadError(self._exchange.lost) from error
+            raise _lost(self._exchange, error) from error
 
     async def aclose(self) -> None:
         await self._answer.aclose()
+
+
+def _lost(exchange: Exchange, error: httpx.TransportError) -> httpx2.ReadError:
+    """Note why an answer was not read to its end."""
+    exchange.lost = str(error) or "the connection was lost"
+    exchange.refused = isinstance(error, AnswerTooLarge | AnswerUnreadable)
+    return httpx2.ReadError(exchange.lost)
 
 
 def _method(body: bytes) -> str:

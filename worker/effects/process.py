@@ -78,8 +78,10 @@ class Command:
     """What to run. Texts are bytes already, so the locale of a worker changes nothing. Limits in bytes and
     seconds.
 
-    `executable` is the file to run (see `resolve`), `argv[0]` the name it is given. `cwd` is an absolute
-    folder.
+    `executable` is the file to run (see `resolve`), and also the first argument that the process sees: a program
+    which looks for its own files by that name (the Python of a virtual environment) would look along the PATH of
+    the process, which is not the one that it was found in. `argv[0]` is the name that was asked for, for messages.
+    `cwd` is an absolute folder.
     """
 
     executable: bytes
@@ -283,7 +285,7 @@ class _Run:
                 self._since_ticks = _now_ticks()
                 self._pid = os.posix_spawn(
                     command.executable,
-                    command.argv,
+                    [command.executable, *command.argv[1:]],
                     command.environment,
                     file_actions=actions,
                     setsid=True,

@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Coroutine, Mapping
 from dataclasses import dataclass, field
+from importlib import import_module
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any, Final, TypeVar
 
@@ -51,6 +52,27 @@ def require_extra(kind: str) -> None:
         raise TaskFault(
             "unsupported_capability", f"{kind} needs a package that is not installed: pip install 'agentctl[{extra}]'"
         )
+
+
+_LOADED: Final = {
+    "mcp.call": ("mcp.client.streamable_http", "mcp.types", "agentctl.worker.effects.mcp_http"),
+    "a2a.delegate": (
+        "a2a.client.card_resolver",
+        "a2a.client.errors",
+        "a2a.client.transports.jsonrpc",
+        "a2a.utils.errors",
+        "google.protobuf.json_format",
+        "agentctl.worker.http_transport",
+    ),
+}
+"""Action kind to what a call of it imports."""
+
+
+def load(kind: str) -> None:
+    """Import what calls of a kind need, before there is an effect: that takes seconds on a slow disk, and a worker that
+    is ended meanwhile has sent nothing."""
+    for name in _LOADED[kind]:
+        import_module(name)
 
 
 @dataclass(frozen=True, slots=True, repr=False)

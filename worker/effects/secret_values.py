@@ -27,6 +27,7 @@ from ..redaction import Redactor, known
 from . import process
 
 MAX_SECRET_BYTES: Final = 65536
+ALLOW: Final = "allow it under policy:"
 
 
 @dataclass(frozen=True, slots=True, repr=False)
@@ -58,16 +59,24 @@ def require_permitted(reference: Mapping[str, Any], policy: Policy, workspace: s
     kind, value = _source(reference)
     if kind == "env":
         if not environment_allowed(policy, str(value)):
-            raise TaskFault("policy_denied", f"the variable {value} is not in policy.environmentAllowlist")
+            message = f"the variable {value} is not in policy.environmentAllowlist"
+            raise _denied(message, f"environmentAllowlist: [{value}]")
     elif kind == "file":
         path = str(value)
         refuse_dotdot(path)
         resolved = _resolved(path, workspace)
         roots = [os.path.realpath(os.path.join(workspace, root)) for root in policy.secret_file_roots]
         if not any(is_inside(resolved, root) for root in roots):
-            raise TaskFault("policy_denied", f"the secret file {path!r} is not under policy.secretFileRoots")
-    elif not secret_process_allowed(policy, str(value.get("command", ""))):
-        raise TaskFault("policy_denied", f"{value.get('command')!r} is not in policy.secretProcessAllowlist")
+            message = f"the secret file {path!r} is not under policy.secretFileRoots"
+            raise _denied(message, f"secretFileRoots: [{os.path.dirname(path) or '.'}]")
+    elif not secret_process_allowed(policy, command := str(value.get("command", ""))):
+        message = f"{command!r} is not in policy.secretProcessAllowlist"
+        raise _denied(message, f"secretProcessAllowlist: [{os.path.basename(command)}]")
+
+
+def _denied(message: str, entry: str) -> TaskFault:
+    """`entry` is the line that would have to stand under `policy`."""
+    return TaskFault("policy_denied", message, details={"remediation": f"{ALLOW} {entry}"})
 
 
 def _source(reference: Mapping[str, Any]) -> tuple[str, Any]:
@@ -87,7 +96,7 @@ def from_variable(name: str) -> Secret:
     """The value of an environment variable, whose use the caller has seen to. Raises `secret_unavailable`."""
     value = os.environb.get(os.fsencode(name))
     if value is None:
-        raise _unavailable(f"env:{name}", "the variable is not set for this worker")
+        raise _unavailable(f"env:{name}", "the variable is not set in the environment of this process")
     return _checked(f"env:{name}", value)
 
 

@@ -20,6 +20,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol, TypeAlias
 
+from agentctl.store.answers import MAX_UNITS
 from agentctl.worker.effects import CancelToken
 
 Json: TypeAlias = Any
@@ -78,7 +79,11 @@ class ModelRequest:
 
 @dataclass(frozen=True, slots=True)
 class Usage:
-    """Units of one request; `cost_microusd` only when the provider itself has named a price."""
+    """Units of one request; `cost_microusd` only when the provider itself has named a price.
+
+    A number that no ledger can count is kept as the largest that it can (`MAX_UNITS`): an absurd bill is no reason to
+    lose the answer that it came with.
+    """
 
     input_tokens: int = 0
     output_tokens: int = 0
@@ -86,6 +91,12 @@ class Usage:
     cache_read_tokens: int = 0
     cache_write_tokens: int = 0
     cost_microusd: int | None = None
+
+    def __post_init__(self) -> None:
+        for name in self.__slots__:
+            value = getattr(self, name)
+            if value is not None and value > MAX_UNITS:
+                object.__setattr__(self, name, MAX_UNITS)
 
     def as_json(self) -> dict[str, Json]:
         """As it stands in a recorded response."""

@@ -89,7 +89,7 @@ def endpoint_of(kind: str, definition: Mapping[str, Any]) -> str:
     try:
         target_of(given)
     except ValueError as error:
-        raise ProviderFault("provider_endpoint", f"the endpoint of a {kind} provider is {error}", sent="no") from error
+        raise ProviderFault("provider_endpoint", f"the endpoint of a {kind} provider: {error}", sent="no") from error
     parts: SplitResult = urlsplit(given)
     base, operation = _PATHS[kind]
     path = parts.path.rstrip("/") or base
@@ -218,6 +218,7 @@ class Exchange:
         except JsonError as error:
             raise ProviderFault("provider_request", f"the request is no JSON: {error.message}", sent="no") from error
         guard = Guard(call.monotonic, call.monotonic() + call.timeout_seconds, call.token)
+        answered = False
         try:
             with (
                 transport.client(
@@ -230,11 +231,18 @@ class Exchange:
                 ) as client,
                 client.stream("POST", url, content=content) as response,
             ):
+                answered = True
                 if response.status_code != 200:
                     raise self._refusal(response)
                 yield response
         except transport.NeverSent as error:
             raise self._never_sent(error, call) from error
+        except (UnicodeEncodeError, httpx.InvalidURL) as error:
+            # A header or an address that the library cannot write: it builds the whole request before it connects.
+            if answered:
+                raise
+            message = self.clean(f"the request cannot be written: {error}")
+            raise ProviderFault("provider_request", message, sent="no") from error
         except transport.RedirectRefused as error:
             raise ProviderFault("provider_http_error", str(error), sent="refused", status=error.status) from error
         except transport.Cancelled as error:
@@ -250,8 +258,13 @@ class Exchange:
             raise ProviderFault("provider_transport", message, sent="unknown") from error
 
     def _never_sent(self, error: Any, call: Call) -> ProviderFault:
-        codes = {"denied": "policy_denied", "cancelled": "provider_cancelled", "timeout": "provider_timeout"}
-        message = error.message
+        codes = {
+            "denied": "policy_denied",
+            "cancelled": "provider_cancelled",
+            "timeout": "provider_timeout",
+            "request": "provider_request",
+        }
+        message = self.clean(error.message)
         if error.code == "cancelled":
             message = f"cancelled before it was sent: {call.token.reason}"
         return ProviderFault(
@@ -399,16 +412,21 @@ def _error_text(response: httpx.Response) -> str:
 def _retry_after_ms(headers: httpx.Headers) -> int | None:
     """`retry-after-ms`, or `Retry-After` in seconds or as a date, which is compared with the service's own clock."""
     text = headers.get("retry-after-ms", "").strip()
-    if text.isdigit():
-        return min(int(text), MAX_RETRY_AFTER_MS)
+    if _is_number(text):
+        return int(min(float(text), MAX_RETRY_AFTER_MS))
     text = headers.get("retry-after", "").strip()
-    if text.isascii() and text.replace(".", "", 1).isdigit():
-        return min(int(float(text) * 1000), MAX_RETRY_AFTER_MS)
+    if _is_number(text):
+        return int(min(float(text) * 1000, MAX_RETRY_AFTER_MS))
     try:
         then, now = parsedate_to_datetime(text), parsedate_to_datetime(headers.get("date", ""))
         return max(0, min(int((then - now).total_seconds() * 1000), MAX_RETRY_AFTER_MS))
-    except (ValueError, TypeError):
+    except (ValueError, TypeError, OverflowError):
         return None
+
+
+def _is_number(text: str) -> bool:
+    """Plain digits, with a fraction or not; however many they are, they make a float (infinity, if need be)."""
+    return text.isascii() and text.replace(".", "", 1).isdigit()
 
 
 # -- reading answers ---------------------------------------------------------------------------------------------------

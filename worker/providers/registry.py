@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from importlib import import_module
 from typing import Any, Final, TypeAlias
 
@@ -31,6 +32,20 @@ _KINDS: Final[dict[str, str]] = {
 def supported(kind: str) -> bool:
     """Whether this worker has a provider of that kind."""
     return kind in _KINDS
+
+
+def load(kind: str) -> None:
+    """Import what a provider of a kind needs, so that this is done before a request counts as started.
+
+    What cannot be imported is told by `provider_for`, which can say what to do about it.
+    """
+    target = _KINDS.get(kind)
+    if target is None:
+        return
+    import_module(f"{__package__}.{target.partition(':')[0]}")
+    if kind != "fake":
+        with suppress(ImportError):
+            import_module("agentctl.worker.http_transport")
 
 
 def provider_for(

@@ -31,6 +31,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from agentctl.store.answers import MAX_UNITS
 from agentctl.store.canonical import canonical, parse_json
 from agentctl.store.errors import TaskFault
 from agentctl.store.policy import Policy, readable, refuse_dotdot, writable
@@ -39,6 +40,7 @@ from . import Call, ModelRequest, ModelResponse, ProviderFault, ToolCall, Usage
 from .fake import answer, pause, stream
 
 MAX_BYTES = 1_048_576
+MAX_WAIT_MS = 86_400_000
 
 _USAGE = {
     "inputTokens": "input_tokens",
@@ -116,9 +118,9 @@ def _list(value: Any, where: str) -> list[Any]:
     return value
 
 
-def _count(value: Any, where: str) -> int:
-    if type(value) is not int or value < 0:
-        raise _wrong(where, "a whole number, 0 or more")
+def _count(value: Any, where: str, most: int = MAX_UNITS) -> int:
+    if type(value) is not int or not 0 <= value <= most:
+        raise _wrong(where, f"a whole number from 0 to {most}")
     return value
 
 
@@ -145,7 +147,7 @@ def _check_turn(value: Any, where: str) -> None:
     if turn.get("finish", "complete") not in _FINISH:
         raise _wrong(f"{where}.finish", f"one of {', '.join(_FINISH)}")
     for name in ("delayMs", "chunkDelayMs", "times"):
-        _count(turn.get(name, 0), f"{where}.{name}")
+        _count(turn.get(name, 0), f"{where}.{name}", MAX_UNITS if name == "times" else MAX_WAIT_MS)
     _usage(turn.get("usage", {}), f"{where}.usage")
     for number, call in enumerate(_list(turn["toolCalls"], f"{where}.toolCalls") if "toolCalls" in turn else ()):
         place = f"{where}.toolCalls[{number}]"
@@ -166,7 +168,7 @@ def _check_failure(value: Any, where: str) -> None:
     fail = _object(value, where, {"status", "retryAfterMs", "message"})
     if not 400 <= _count(fail.get("status"), f"{where}.status") <= 599:
         raise _wrong(f"{where}.status", "from 400 to 599")
-    _count(fail.get("retryAfterMs", 0), f"{where}.retryAfterMs")
+    _count(fail.get("retryAfterMs", 0), f"{where}.retryAfterMs", MAX_WAIT_MS)
 
 
 class ScriptedProvider:
