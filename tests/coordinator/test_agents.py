@@ -233,13 +233,21 @@ def test_a_model_is_asked_for_what_the_action_takes() -> None:
     assert list(plan.actions) == ["sh"]
 
 
-def test_only_what_is_used_has_to_be_supported() -> None:
+def test_only_what_is_used_is_part_of_the_plan() -> None:
     network = {
         **READ, "kind": "action", "action": "remote", "capability": "mcp.call", "effectClass": "network",
         "risk": "medium", "idempotency": "unknown",
     }  # fmt: skip
     value = document([ASK], tools={"t": network}, actions={"remote": {"kind": "mcp.call"}})
-    assert ("unsupported_capability", "spec.tools.t.action") in findings(value)
+    assert ("schema_violation", "spec.tools.t.inputSchema") in findings(value)
+    network["inputSchema"] = {
+        "type": "object",
+        "additionalProperties": False,
+        "properties": {"server": {"type": "string"}, "tool": {"type": "string"}},
+        "required": ["server", "tool"],
+    }
+    value = document([ASK], tools={"t": network}, actions={"remote": {"kind": "mcp.call"}})
+    assert list(compiled(value).tools) == ["t"]
     value["spec"]["agents"]["helper"]["tools"] = []
     assert list(compiled(value).tools) == []
 

@@ -516,18 +516,18 @@ def test_large_plans_compile_in_time(tmp_path: Path, build: Build) -> None:
     )
     path = tmp_path / "flow.yaml"
     path.write_text(HEAD + ACTIONS + "  tasks:\n  - {id: t0, uses: action:set}\n" + lines)
-    start = time.perf_counter()
+    start = time.process_time()
     assert len(compile_workflow(load_workflow(path)).order) == 10_000
-    plain = time.perf_counter() - start
+    plain = time.process_time() - start
     spec = ACTIONS + "  tasks: [{id: e, uses: action:set, foreach: {maxItems: 10000, items: '${{ inputs.xs }}'}}]\n"
-    start = time.perf_counter()
+    start = time.process_time()
     plan = build(spec, inputs={"xs": [f"file {n}" for n in range(10_000)]})
-    children = time.perf_counter() - start
+    children = time.process_time() - start
     data = json.loads("".join(plan.canonical_chunks()))
-    start = time.perf_counter()
+    start = time.process_time()
     Plan.from_json(data)
-    # Measured 1.1 s, 0.4 s and 0.1 s; the bounds leave room for a busy machine.
-    assert (plain < 10, children < 10, time.perf_counter() - start < 5) == (True, True, True)
+    # Time of this process: 1.1 s, 0.4 s and 0.1 s on a quiet machine. A busy one costs some more.
+    assert (plain < 10, children < 10, time.process_time() - start < 5) == (True, True, True)
 
 
 def test_a_compensation_is_compiled_with_its_task(build: Callable[..., Plan]) -> None:
