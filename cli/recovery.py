@@ -169,6 +169,7 @@ class _Recovery:
         from agentctl.coordinator.compiler import merge_inputs
         from agentctl.coordinator.recovery import Wish, plan_recovery
         from agentctl.store.canonical import loads
+        from agentctl.store.verification import require_sound
 
         source = store.read_source(views_of(store).find_run(self.asked.source))
         self.base = _workspace(self.asked.workspace, source.run.base_path, source.run.run_id)
@@ -179,6 +180,9 @@ class _Recovery:
         self.inputs = merge_inputs(document.model.spec.inputs, given)
         wish = Wish(self.mode, self.asked.roots, self.failed, self.asked.restart_successful)
         plan = plan_recovery(source, target, self.inputs, wish, store.artifacts.blobs.check)
+        if plan.compatible:
+            # What is blocked makes no run, and says why in its own words; the rest is held to the whole history.
+            require_sound(store.database, source.run.run_id)
         if str(self.base) != source.run.base_path:
             plan.warnings.append(f"the workspace is {self.base}, that of the source was {source.run.base_path}")
         return document, plan
@@ -270,7 +274,7 @@ def _blocks_for_people(out: Printer, plan: RecoveryPlan) -> None:
     out.line("why it is blocked:")
     for block in plan.blocks[:SHOWN_TASKS]:
         out.line(f"  {clean(block.task_id)}: {block.rule}: {clean(block.message)}")
-        hint = advice(block, plan.mode)
+        hint = advice(block, plan.mode, plan.source.run.run_id)
         if hint is not None:
             out.line(f"    {clean(hint)}")
     roots = plan.suggested_roots()
@@ -325,6 +329,7 @@ def fork(
     """
     from agentctl.coordinator.plan import Plan
     from agentctl.coordinator.submission import fork as fork_run
+    from agentctl.coordinator.submission import verified_source
     from agentctl.store.canonical import loads
     from agentctl.store.clock import SystemIds
 
@@ -333,9 +338,8 @@ def fork(
 
     with closing(open_store(settings)) as store:
         run_id = views_of(store).find_run(source)
-        parent = store.get_run(run_id)
+        parent, documents = verified_source(store, run_id)
         base = _workspace(workspace, parent.base_path, run_id)
-        documents = store.run_documents(run_id)
         preflight(loads(documents.workflow_json), Plan.from_json(loads(documents.plan_json)), base)
         if json.loads(store.run_settings(run_id)[0]).get("keepsArtifacts"):
             store.artifacts.blobs.require_writable()

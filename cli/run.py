@@ -682,6 +682,11 @@ def outcome_for_people(out: Printer, views: Views, outcome: dict[str, Any]) -> N
     spent = duration(until - status["createdAt"])
     reason = f" ({_why(outcome)})" if outcome["reason"] else ""
     out.line(f"{run_id} {out.state(state)}{reason} after {spent}: {counts_text(status['taskCounts'])}")
+    if status["mode"] == "replay":
+        from .show import recorded_note
+
+        for note in recorded_note(status["lineage"] or {}):
+            out.line(f"  {note}")
     error = outcome["error"]
     failures, count = views.failures(run_id, limit=SHOWN_FAILURES)
     of_a_task = any(_same_fault(error, failure["error"]) for failure in failures)

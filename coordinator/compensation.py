@@ -15,7 +15,7 @@ from typing import Any
 
 from agentctl.store.canonical import canonical, hex_digest, loads
 from agentctl.store.clock import IdSource
-from agentctl.store.compensations import MAPPING, Compensations, CompensationSource, EffectFact, TakenOver
+from agentctl.store.compensations import MAPPING, Compensations, CompensationSource, EffectFact, TakenOver, in_doubt
 from agentctl.store.engine import Store
 from agentctl.store.errors import ConflictError, RunMoved, TaskFault
 from agentctl.store.faults import Faults
@@ -309,20 +309,13 @@ def _by_task(effects: Sequence[EffectFact]) -> dict[str, list[EffectFact]]:
 
 
 def _doubt(effect: EffectFact, later: Sequence[EffectFact], whose: str) -> tuple[str, str] | None:
-    """(rule, message) when nobody knows whether an effect happened, else None.
-
-    A later attempt that has done the same thing answers for it: only what may be repeated is tried again.
-    """
-    if effect.reconciled is not None:
+    """(rule, message) when nobody knows whether an effect happened, else None."""
+    doubt = in_doubt(effect, later)
+    if doubt is None:
         return None
-    if any((o.ordinal, o.operation) == (effect.ordinal, effect.operation) and o.happened for o in later):
-        return None
-    how = f"`agentctl effects reconcile {_short(effect.effect_id)}` tells what became of it"
-    if effect.status == "uncertain":
-        return f"unreconciled_{whose}_effect", f"{effect.operation} is uncertain; {how}"
-    if effect.status == "started" or (effect.status in ("requested", "cancelled") and effect.dispatches > 0):
-        return f"unconfirmed_{whose}_effect", f"{effect.operation} was sent, and its end was never confirmed; {how}"
-    return None
+    what = "is uncertain" if doubt == "unreconciled" else "was sent, and its end was never confirmed"
+    how = f"`agentctl effects reconcile {effect.effect_id} --status applied|not-applied` says what became of it"
+    return f"{doubt}_{whose}_effect", f"{effect.operation} {what}; {how}"
 
 
 def _short(effect_id: str | None) -> str:
