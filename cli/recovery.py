@@ -172,7 +172,7 @@ class _Recovery:
         from agentctl.store.verification import require_sound
 
         source = store.read_source(views_of(store).find_run(self.asked.source))
-        self.base = _workspace(self.asked.workspace, source.run.base_path, source.run.run_id)
+        self.base = workspace_of(self.asked.workspace, source.run.base_path, source.run.run_id)
         given = loads(source.documents.inputs_json)
         sources = Sources(vars_files=self.asked.vars_files, var_pairs=self.asked.var_pairs)
         document, target = compile_file(self.asked.file, given, sources, workspace=self.base)
@@ -215,7 +215,7 @@ class _Recovery:
         )
 
 
-def _workspace(given: str | None, recorded: str, source: str) -> Path:
+def workspace_of(given: str | None, recorded: str, source: str) -> Path:
     """The base of paths of the new run: what is given, else that of the source, on which its results rest."""
     place = Path(recorded) if given is None else Path(given).absolute()
     if not place.is_dir():
@@ -339,7 +339,7 @@ def fork(
     with closing(open_store(settings)) as store:
         run_id = views_of(store).find_run(source)
         parent, documents = verified_source(store, run_id)
-        base = _workspace(workspace, parent.base_path, run_id)
+        base = workspace_of(workspace, parent.base_path, run_id)
         preflight(loads(documents.workflow_json), Plan.from_json(loads(documents.plan_json)), base)
         if json.loads(store.run_settings(run_id)[0]).get("keepsArtifacts"):
             store.artifacts.blobs.require_writable()

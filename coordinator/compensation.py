@@ -146,11 +146,12 @@ def start_compensation(
     actor: str,
     faults: Faults,
     before: Callable[[dict[str, Any], Plan, str], None] | None = None,
+    base_path: str | None = None,
 ) -> tuple[CompensationPlan, str | None]:
     """Plan, and create the run if something can be undone: (plan, id of the new run or None).
 
     `before` gets the workflow, the plan and the base of paths of a run that is about to be created; what it raises
-    keeps the run from being made.
+    keeps the run from being made. `base_path` is used instead of that of the source.
 
     One durable transaction creates it, and only on what the plan was made from; two that compensate the same run at
     once make one run. With `automatic` a run is made only while somebody has to start it (`compensations.due`), and
@@ -166,7 +167,7 @@ def start_compensation(
                 compensations.give_up(run_id, blocked=len(found.blocked), actor=actor)
             return found, None
         new, workflow, inverse = _new_run(
-            found, source, plan, ids, automatic=automatic, actor=actor, chosen=tuple(tasks)
+            found, source, plan, ids, automatic=automatic, actor=actor, chosen=tuple(tasks), base_path=base_path
         )
         if before is not None:
             before(workflow, inverse, new.base_path)
@@ -334,9 +335,11 @@ def _new_run(
     automatic: bool,
     actor: str,
     chosen: tuple[str, ...],
+    base_path: str | None,
 ) -> tuple[NewRun, dict[str, Any], Plan]:
     """The run of a plan, with its workflow and its compiled plan, made together, as no document is read again."""
     run = source.run
+    place = run.base_path if base_path is None else base_path
     tasks = list(_tasks(found.inverses))
     approval = plan.compensation["approval"]
     policy = {**plan.policy, "approval": approval} if approval != "policy" else plan.policy
@@ -412,12 +415,12 @@ def _new_run(
         workflow_name=name,
         workflow_digest=workflow_digest,
         plan_digest=derived.plan_digest,
-        submission_digest=hex_digest(f"{derived.plan_digest}\n{inputs_json}\n{run.base_path}"),
+        submission_digest=hex_digest(f"{derived.plan_digest}\n{inputs_json}\n{place}"),
         workflow_json=canonical(workflow),
         plan_json="".join(derived.canonical_chunks()),
         inputs_json=inputs_json,
         settings_json=canonical(settings),
-        base_path=run.base_path,
+        base_path=place,
         task_ids=order,
         max_concurrency=1,
         max_deliveries=plan.max_deliveries,

@@ -1,7 +1,8 @@
 """How long runs are kept: removing old ones with everything that belongs to them, and giving the space back.
 
 Only runs that have ended go, one transaction each, and never one that somebody still needs: one with an effect that
-nobody has reconciled, the source of a run that goes on, or one whose compensation others have to know of. Their artifacts are collected afterwards.
+nobody has reconciled, the source of a run that goes on, or one whose compensation others have to know of. Their
+artifacts are collected afterwards.
 """
 
 from __future__ import annotations
@@ -22,12 +23,6 @@ from .states import RUN_FINAL
 
 log = logging.getLogger(__name__)
 
-_UNKNOWN = (
-    "(e.status IN ('started', 'uncertain') OR (e.status IN ('requested', 'cancelled') AND e.dispatches > 0)) "
-    "AND NOT EXISTS (SELECT 1 FROM effect_reconciliations c WHERE c.effect_id = e.effect_id)"
-)
-"""Nobody knows whether an inverse effect happened (compare `compensations.in_doubt`)."""
-
 _NEEDED = (
     "CASE WHEN EXISTS (SELECT 1 FROM effects e WHERE e.run_id = r.run_id AND e.status = 'uncertain' "
     "AND e.superseded = 0 AND NOT EXISTS (SELECT 1 FROM effect_reconciliations c WHERE c.effect_id = e.effect_id)) "
@@ -38,7 +33,10 @@ _NEEDED = (
     "WHEN EXISTS (SELECT 1 FROM runs o "
     "JOIN attempts a ON a.task_no BETWEEN o.first_task AND o.first_task + o.task_count - 1 "
     "JOIN effects e ON e.attempt_id = a.attempt_id WHERE o.mode = 'compensation' AND o.run_id IN "
-    f"(SELECT r.run_id UNION ALL SELECT s.run_id FROM runs s WHERE s.source_run_id = r.run_id) AND {_UNKNOWN}) "
+    "(SELECT r.run_id UNION ALL SELECT s.run_id FROM runs s WHERE s.source_run_id = r.run_id) "
+    # Nobody knows whether such an inverse effect happened (compare `compensations.in_doubt`).
+    "AND (e.status IN ('started', 'uncertain') OR (e.status IN ('requested', 'cancelled') AND e.dispatches > 0)) "
+    "AND NOT EXISTS (SELECT 1 FROM effect_reconciliations c WHERE c.effect_id = e.effect_id)) "
     "THEN 'compensation_uncertain' "
     # Whoever takes over such a result once more has to see that it was undone.
     "WHEN EXISTS (SELECT 1 FROM effect_reconciliations c WHERE c.run_id = r.run_id AND c.status = 'compensated') "
@@ -47,7 +45,7 @@ _NEEDED = (
     "'$.sourceEffects') j "
     "WHERE o.mode IN ('retry', 'repair') AND o.run_id <> r.run_id AND json_extract(j.value, '$.effectId') IN "
     "(SELECT c.effect_id FROM effect_reconciliations c WHERE c.run_id = r.run_id AND c.status = 'compensated')) "
-    "THEN 'compensated_and_reused' END"  # noqa: S608
+    "THEN 'compensated_and_reused' END"
 )
 """Why a run that has ended stays all the same, or NULL."""
 

@@ -218,3 +218,66 @@ def test_a_blocked_plan_does_not_say_that_effects_are_sent_again(place: Place, u
     assert plan["warnings"] == []
     [step] = hint(place, "retry", source, "--failed")
     assert f"effects reconcile {undo.effect(source, 'b')} " in step
+
+
+# -- compensate tells --------------------------------------------------------------------------------------------------
+
+
+def test_the_outcome_of_a_compensation_says_why_and_what_next(place: Place, undo: Undo) -> None:
+    source = undo.failed([undo.task("a"), undo.end("a")])
+    place.text("fail-a", "")
+    failed = undo.compensate(source, "--task", "a")
+    assert failed.code == 4
+    [failure] = failed.data["failures"]
+    assert (failure["taskId"], failure["error"]["code"]) == ("a", "process_exit"), failure
+    told = place("compensate", source, "--task", "a")
+    assert "not undone: a: process_exit: " in told.out
+    assert f"`agentctl compensate {source} --task a` tries the rest again" in told.out
+
+
+def test_an_uncertain_inverse_action_is_told_with_the_whole_next_command(place: Place, undo: Undo) -> None:
+    source = undo.failed(impatient(undo))
+    place.text("slow-undo-a", "")
+    told = place("compensate", source)
+    assert told.code == 3
+    [(made, _)] = undo.derived(source)
+    inverse = undo.effect(made, "compensate--a")
+    assert f"nobody knows whether a was undone: effect {inverse}" in told.out
+    assert f"agentctl effects reconcile {inverse} --status" in told.out
+    assert f"`agentctl resume {made}`" in told.out
+    assert place.json("cancel", made).code == 0
+
+
+def test_an_inverse_action_that_waits_for_a_person(place: Place, undo: Undo) -> None:
+    manual = {"onFailure": "manual", "approval": "always"}
+    source = undo.failed([undo.task("a"), undo.end("a")], compensation=manual)
+    paused = undo.compensate(source)
+    assert paused.code == 3, paused.err
+    [asked] = paused.data["pendingApprovals"]
+    made = paused.data["runId"]
+    assert place.json("cancel", made).code == 0
+    told = place("compensate", source)
+    assert "a person has to answer approval-" in told.out
+    assert "agentctl approvals approve|reject approval-" in told.out
+    assert asked["approvalId"].startswith("approval-")
+    place.json("cancel", undo.derived(source)[-1][0])
+
+
+def test_a_workspace_that_is_gone_is_found_before_a_run_exists(place: Place, undo: Undo) -> None:
+    (place.folder / "there").mkdir()
+    file = undo.write([undo.task("a"), undo.end("a")])
+    result = place.json("run", file, "--workspace", "there")
+    source = result.data["runId"]
+    (place.folder / "there").rmdir()
+    assert "--workspace" in place("compensate", source, "--plan").err
+    refused = undo.compensate(source)
+    assert (refused.code, refused.error["code"]) == (2, "usage"), refused.err
+    assert "--workspace" in refused.error["remedy"]
+    assert undo.runs() == [source]
+    assert undo.compensate(source, "--workspace", "nowhere").code == 2
+    done = undo.compensate(source, "--workspace", ".")
+    assert (done.code, done.data["compensatedTasks"]) == (0, ["a"]), done.err
+    # The inverse of an inverse is not there; whoever asks is told of the run that can be undone.
+    told = place("compensate", done.data["runId"])
+    assert (told.code, f"agentctl compensate {source}" in told.out) == (0, True), told.out
+    undo.sound()
