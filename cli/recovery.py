@@ -307,6 +307,7 @@ def print_outcome(printer: Printer, store: Store, run_id: str) -> int:
 @click.option("--workspace", type=click.Path(), metavar="DIR", help="Base of paths; else that of the source.")
 @click.option("--priority", type=click.IntRange(-10, 10), default=0, help="-10 to 10; higher is served first.")
 @click.option("--interactive", is_flag=True, help="A person is here: `nonInteractive` does not apply.")
+@click.option("--plan", "only_plan", is_flag=True, help="Show what would be executed; change nothing.")
 @workers_option
 @timeout_option
 @pass_settings
@@ -319,13 +320,14 @@ def fork(
     workspace: str | None,
     priority: int,
     interactive: bool,
+    only_plan: bool,
     workers: int | None,
     timeout: float | None,
 ) -> None:
     """Run the stored workflow of another run once more, from its start, in a new run linked to it.
 
     Everything is executed again, whatever SOURCE has done. No file is read: plan, inputs and variables are those that
-    were stored. SOURCE may be in any state. Exit like `run`.
+    were stored. SOURCE may be in any state. Exit like `run`; with --plan: 0 when it could be made.
     """
     from agentctl.coordinator.plan import Plan
     from agentctl.coordinator.submission import fork as fork_run
@@ -340,7 +342,14 @@ def fork(
         run_id = views_of(store).find_run(source)
         parent, documents = verified_source(store, run_id)
         base = workspace_of(workspace, parent.base_path, run_id)
-        preflight(loads(documents.workflow_json), Plan.from_json(loads(documents.plan_json)), base)
+        plan = Plan.from_json(loads(documents.plan_json))
+        preflight(loads(documents.workflow_json), plan, base)
+        if only_plan:
+            from .foretold import fork_plan, show_fork
+
+            data = fork_plan(views_of(store), parent, plan, base, interactive=interactive)
+            Printer(settings).result("ForkPlan", data, lambda out: show_fork(out, data))
+            return
         if json.loads(store.run_settings(run_id)[0]).get("keepsArtifacts"):
             store.artifacts.blobs.require_writable()
         with signals_held():

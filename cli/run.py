@@ -329,12 +329,18 @@ def _warn_undriven(settings: Settings, store: Store, remedy: str = "`agentctl wo
 
 @click.command(cls=Verb)
 @click.argument("run_name", metavar="RUN")
+@click.option("--plan", "only_plan", is_flag=True, help="Show what would go on and what stays; change nothing.")
 @workers_option
 @timeout_option
 @pass_settings
 @click.pass_context
 def resume(
-    context: click.Context, settings: Settings, run_name: str, workers: int | None, timeout: float | None
+    context: click.Context,
+    settings: Settings,
+    run_name: str,
+    only_plan: bool,
+    workers: int | None,
+    timeout: float | None,
 ) -> None:
     """Go on with a run that is paused or that nobody drives, and wait for its end.
 
@@ -345,8 +351,15 @@ def resume(
         views = views_of(store)
         run_id = views.find_run(run_name)
         state = views.state(run_id)
+        if only_plan and state not in RUN_FINAL:
+            from .foretold import resume_plan, show_resume
+
+            data = resume_plan(store, views, run_id)
+            Printer(settings).result("ResumePlan", data, lambda out: show_resume(out, data))
+            return
         if state in RUN_FINAL:
-            _compensate_failed(settings, store, run_id, workers)
+            if not only_plan:
+                _compensate_failed(settings, store, run_id, workers)
             raise AlreadyTerminal(
                 f"{run_id} has ended already: {state}",
                 remedy=f"`agentctl inspect {run_id}` shows what happened",

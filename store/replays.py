@@ -44,14 +44,18 @@ class Replays:
         Raises `NotFoundError`, `NotTerminal`, `IncompatibleVersion`, `CorruptStore`; then there is no new row.
         """
         for _ in range(TRIES):
-            seen = self._verified(source_id)
+            seen = self.verified(source_id)
             with self._database.write(durable=True) as tx:
                 if _seen(tx, source_id) == seen:
                     _create(tx, runs.get(tx, source_id), run_id, trace_id, actor=actor, now=self._clock.now())
                     return
         raise RunMoved(f"{source_id} changes all the time", remedy="try again later", run_id=source_id)
 
-    def _verified(self, source_id: str) -> tuple[int, int]:
+    def verified(self, source_id: str) -> tuple[int, int]:
+        """Hold a run that has ended to everything that is recorded of it; how far its history goes. Writes nothing.
+
+        Raises as `create`.
+        """
         with self._database.read() as tx:
             run = runs.get(tx, source_id)
             if run.ended_at is None:
