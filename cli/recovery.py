@@ -167,11 +167,13 @@ class _Recovery:
 
     def _planned(self, store: Store) -> tuple[LoadedDocument, RecoveryPlan]:
         from agentctl.coordinator.compiler import merge_inputs
-        from agentctl.coordinator.recovery import Wish, plan_recovery
+        from agentctl.coordinator.recovery import Wish, plan_recovery, require_source
         from agentctl.store.canonical import loads
         from agentctl.store.verification import require_sound
 
         source = store.read_source(views_of(store).find_run(self.asked.source))
+        # Before the file is looked at: what it says of inputs that were never its own would only confuse.
+        require_source(source)
         self.base = workspace_of(self.asked.workspace, source.run.base_path, source.run.run_id)
         given = loads(source.documents.inputs_json)
         sources = Sources(vars_files=self.asked.vars_files, var_pairs=self.asked.var_pairs)
@@ -243,8 +245,8 @@ def plan_for_people(out: Printer, plan: RecoveryPlan) -> None:
     verdict = "can be done" if plan.compatible else out.paint("is blocked", "red")
     blocked = f", {len(plan.blocks)} blocked" if plan.blocks else ""
     out.line(f"{verdict}: {_made_of(plan)}{blocked}")
+    _blocks_for_people(out, plan)
     for word, title in (
-        ("blocked", "blocked:"),
         ("execute", "executed afresh:"),
         ("reuse", "reused:"),
         ("removed", "not in the file any more:"),
@@ -257,7 +259,6 @@ def plan_for_people(out: Printer, plan: RecoveryPlan) -> None:
             out.line(f"  {clean(item.task_id)}: {clean(item.reason)}")
         if len(found) > SHOWN_TASKS:
             out.line(f"  and {len(found) - SHOWN_TASKS} more; --output json has all")
-    _blocks_for_people(out, plan)
     if plan.approvals:
         out.line(f"approvals that will be asked for: {', '.join(clean(item) for item in plan.approvals[:10])}")
         if len(plan.approvals) > 10:
@@ -272,11 +273,15 @@ def _blocks_for_people(out: Printer, plan: RecoveryPlan) -> None:
     from agentctl.coordinator.recovery_plan import advice
 
     out.line("why it is blocked:")
+    said: set[str] = set()
     for block in plan.blocks[:SHOWN_TASKS]:
         out.line(f"  {clean(block.task_id)}: {block.rule}: {clean(block.message)}")
-        hint = advice(block, plan.mode, plan.source.run.run_id)
-        if hint is not None:
+        hint = advice(block, plan)
+        if hint is not None and hint not in said:
+            said.add(hint)
             out.line(f"    {clean(hint)}")
+    if len(plan.blocks) > SHOWN_TASKS:
+        out.line(f"  and {len(plan.blocks) - SHOWN_TASKS} more; --output json has all")
     roots = plan.suggested_roots()
     if roots and roots != plan.roots and not any(block.full_fork for block in plan.blocks):
         done = any(name in plan.source.tasks and plan.source.tasks[name].state == "succeeded" for name in roots)

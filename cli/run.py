@@ -738,6 +738,13 @@ def outcome_for_people(out: Printer, views: Views, outcome: dict[str, Any]) -> N
         over = status["budget"]["exceeded"]
         out.line(f"  budget: {over['dimension']} would be {over['attempted']}, the limit is {over['limit']}")
     hint = _next_step(run_id, status)
+    if outcome.get("compensation", {}).get("state") == "succeeded" and not status["uncertainEffects"]:
+        # A retry would reuse what is undone by now, so none is proposed.
+        made = outcome["compensation"]["runId"]
+        hint = (
+            f"`agentctl inspect {run_id}` shows what failed, `agentctl inspect {made}` what was undone; "
+            f"`agentctl fork {run_id}` does everything afresh"
+        )
     if hint:
         out.line(f"next: {hint}")
 

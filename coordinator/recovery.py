@@ -71,6 +71,12 @@ def plan_recovery(
     Raises `NotTerminal`, `AlreadyTerminal` when nothing of the source failed, and `UsageError` for a source from which
     nothing is derived. Whatever else stands in the way is a block of the plan.
     """
+    require_source(source)
+    return _Planner(source, target, inputs, wish, check_blob).plan()
+
+
+def require_source(source: SourceRun) -> None:
+    """Raise `UsageError` or `NotTerminal` for a run from which no retry or repair is derived, whatever the file is."""
     run = source.run
     refuse_source(run, loads(source.documents.settings_json))
     if run.ended_at is None:
@@ -79,7 +85,6 @@ def plan_recovery(
             remedy=f"wait for its end, `agentctl resume {run.run_id}` goes on with it, `cancel` ends it",
             run_id=run.run_id,
         )
-    return _Planner(source, target, inputs, wish, check_blob).plan()
 
 
 def is_unsafe(effect: SourceEffect) -> bool:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -143,8 +143,12 @@ class RecoveryPlan:
 
     def findings(self) -> Iterator[Diagnostic]:
         """The blocks as findings of an error, at most `MAX_FINDINGS`."""
+        said: set[str | None] = set()
         for block in self.blocks[:MAX_FINDINGS]:
-            hint = advice(block, self.mode, self.source.run.run_id)
+            hint = advice(block, self)
+            if hint in said:
+                hint = None  # the same step for several tasks is told once
+            said.add(hint)
             yield Diagnostic(block.rule, block.message, path=block.task_id, help=hint)
         left = len(self.blocks) - MAX_FINDINGS
         if left > 0:
@@ -205,14 +209,17 @@ def unsafe_remedy(
     return f"{undo}; `agentctl fork {source_id}` would do everything again, this effect too"
 
 
-def advice(block: Block, mode: str, source_id: str) -> str | None:
-    """What a person can do about a block of a retry or repair of the run `source_id`."""
+def advice(block: Block, plan: RecoveryPlan) -> str | None:
+    """What a person can do about a block of a plan."""
+    mode, source_id = plan.mode, plan.source.run.run_id
     if block.remedy is not None:
         return block.remedy
     if block.rule == "successful_root_requires_acknowledgement":
         return "add --restart-successful if it is to be executed again"
     if block.rule == "repair_root_missing":
-        return "`agentctl plan FILE` shows the tasks of the file, those of fan-outs by their full ids"
+        close = similar(block.task_id, plan.target.order)
+        meant = f"did you mean {' or '.join(close)}? " if close else ""
+        return f"{meant}`agentctl plan FILE` shows the tasks of the file, those of fan-outs by their full ids"
     if block.full_fork:
         return f"no choice of roots helps here; {everything_again(source_id)}"
     if block.roots and mode == "retry" and block.task_id == WORKFLOW:
@@ -220,6 +227,14 @@ def advice(block: Block, mode: str, source_id: str) -> str | None:
     if block.roots:
         return f"take it into what is executed: {_options(block.roots)}"
     return None
+
+
+def similar(name: str, order: Sequence[str]) -> list[str]:
+    """Up to three full ids that somebody may have meant: what goes on as `name` does, else what is spelled like it."""
+    from difflib import get_close_matches
+
+    longer = [task_id for task_id in order if task_id.startswith(f"{name}-")]
+    return longer[:3] or get_close_matches(name, order[:10_000], 3)
 
 
 def _options(roots: tuple[str, ...]) -> str:

@@ -281,3 +281,59 @@ def test_a_workspace_that_is_gone_is_found_before_a_run_exists(place: Place, und
     told = place("compensate", done.data["runId"])
     assert (told.code, f"agentctl compensate {source}" in told.out) == (0, True), told.out
     undo.sound()
+
+
+# -- words -------------------------------------------------------------------------------------------------------------
+
+
+def test_a_root_that_is_not_there_is_answered_with_full_ids(place: Place, undo: Undo) -> None:
+    source = undo.failed([undo.fan("each", 2), undo.end("each")])
+    told = place("retry", "work.yaml", source, "--from", "each--0000", "--plan")
+    full = [row[0] for row in place.rows("SELECT task_id FROM tasks WHERE task_id LIKE 'each--%' ORDER BY task_no")]
+    assert told.code == 3
+    assert f"did you mean {full[0]}" in told.out
+    assert told.out.index("why it is blocked") < told.out.index("did you mean")
+    assert "reused:" not in told.out.split("why it is blocked")[0], "the reason comes first"
+    assert "did you mean end?" in place("retry", "work.yaml", source, "--from", "ent", "--plan").out
+
+
+def test_the_same_step_is_told_once(place: Place, undo: Undo) -> None:
+    source = undo.failed([undo.fan("each", 3), undo.end("each")], compensation=AUTOMATIC)
+    told = place("retry", "work.yaml", source, "--failed", "--plan")
+    lines = [line.strip() for line in told.out.splitlines()]
+    assert len([line for line in lines if "was compensated" in line]) == 3
+    assert len(lines) == len(set(lines))
+
+
+def test_what_was_undone_by_itself_is_not_proposed_for_a_retry(place: Place, undo: Undo) -> None:
+    told = place("run", undo.write([undo.task("a"), undo.end("a")], compensation=AUTOMATIC))
+    assert told.code == 4
+    assert "retry" not in told.out
+    assert "agentctl fork run-" in told.out
+
+
+def test_the_source_is_refused_before_the_file_is_looked_at(place: Place, undo: Undo) -> None:
+    source = undo.failed([undo.task("a"), undo.end("a")])
+    made = undo.compensate(source).data["runId"]
+    told = place("retry", "work.yaml", made, "--failed")
+    assert told.code == 2
+    assert "__agentctlCompensation" not in told.err
+    assert "is a compensation" in told.err
+
+
+def test_what_waits_for_a_person_is_not_executed_yet(place: Place, undo: Undo) -> None:
+    place.text("slow-a", "")
+    file = undo.write([undo.task("a", timeoutSeconds=1)], policy={"approval": "always"})
+    paused = place.json("run", file)
+    source = paused.data["runId"]
+    assert place.json("cancel", source).code == 0
+    again = place.json("retry", file, source, "--failed")
+    assert (again.code, again.data["executedTasks"]) == (3, []), again.err
+    assert place.json("cancel", again.data["runId"]).code == 0
+
+
+def test_a_chain_whose_last_link_was_changed_is_told_in_words_that_fit(place: Place, undo: Undo) -> None:
+    source = undo.failed([undo.end()])
+    place.forge("UPDATE runs SET checkpoint_checksum = 'x' WHERE run_id = ?", source)
+    told = place("fork", source)
+    assert (told.code, "ends with another checksum" in told.err) == (5, True), told.err
