@@ -234,8 +234,7 @@ class Coordinator:
             self._rescuer.look()
             if self._adopts and not self.drain_requested:
                 self._adopt()
-                for run_id in Compensations(self.store.database, self._clock).due():
-                    self._compensate(run_id)
+                self._compensate_next(now)
         version = self.store.database.data_version()
         due = self._timers_due()
         if version == self._seen and not due:
@@ -264,13 +263,24 @@ class Coordinator:
                 continue
             if driver.done:
                 del self.drivers[run_id]
-                if driver.compensation_due:
+                if driver.compensation_due and self._adopts and not self.drain_requested:
+                    self._next_look = now  # the next round takes it up
+                elif driver.compensation_due:
                     self._compensate(run_id)
         if again:
             self._seen = None
         if self.on_change is not None:
             self.on_change()
         return again
+
+    def _compensate_next(self, now: float) -> None:
+        """Start one compensation that is due. A large one takes seconds to plan, and all runs wait: one in a round."""
+        due = Compensations(self.store.database, self._clock).due()
+        ready = [run_id for run_id in due if self._not_before.get(run_id, now) <= now]
+        if ready:
+            self._compensate(ready[0])
+        if len(ready) > 1:
+            self._next_look = now
 
     def _compensate(self, run_id: str) -> None:
         """Start the automatic compensation of a failed run; it is driven like any other. What goes wrong, stays due."""

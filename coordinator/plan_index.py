@@ -94,7 +94,7 @@ class PlanIndex:
             for name in ("id", "vars", "dataVars", "expansion", "position", "memoryAfter"):
                 data.pop(name, None)
             shared = text_digest(canonical([data, self._definition(task)]))
-            contract = text_digest(canonical(contract_of(task.uses_kind, self.schema(task))))
+            contract = text_digest(canonical(contract_of(task.uses_kind, self.declared_schema(task))))
             known = self._shared[key] = (shared, contract)
         child = task.expansion
         own = canonical([task.id, None if child is None else [child.index, child.bindings], task.vars, task.data_vars])
@@ -108,7 +108,7 @@ class PlanIndex:
         actions = {tool["action"]: plan.actions[tool["action"]] for tool in tools.values() if tool.get("action")}
         return [agent, plan.providers[agent["provider"]], tools, actions]
 
-    def schema(self, task: CompiledTask) -> dict[str, Any] | bool | None:
+    def declared_schema(self, task: CompiledTask) -> dict[str, Any] | bool | None:
         """The declared schema of a task's output, for an agent that of its answer (contract 4.6)."""
         if task.output_schema is None and task.uses_kind == "agent":
             answer: dict[str, Any] | bool | None = self.plan.agents[task.uses_name]["structuredOutput"]
@@ -118,7 +118,7 @@ class PlanIndex:
     def contract(self, position: int) -> Callable[[Any], str | None] | None:
         """The check of a task's output schema: returns what is wrong, or None. None if the kind's contract holds."""
         task = self.tasks[position]
-        schema = self.schema(task)
+        schema = self.declared_schema(task)
         if schema is None:
             # All other kinds make nothing but objects.
             return _no_object if task.action_kind == "extension.process" else None

@@ -420,7 +420,7 @@ class _Planner:
         if definition != wanted[0]:
             raise _Fault("definition_fingerprint_mismatch", f"the definition of {name} has changed")
         self.check_effects(old)
-        if task.uses_kind == "agent" and contract_of("agent", self.index.schema(task)) is None and self.feeds(task):
+        if task.uses_kind == "agent" and self.index.declared_schema(task) is None and self.feeds(task):
             message = f"{name} is an agent without an output contract, and other tasks use what it says"
             raise _Fault("missing_output_contract", message)
         self.check_output(task, old)

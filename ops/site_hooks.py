@@ -56,7 +56,7 @@ PARTS: dict[str, tuple[str, ...]] = {
         "measuring.md",
     ),
     "How to": (),  # whatever is in no other part
-    "What holds": ("guarantees.md", "comparison.md"),
+    "What holds": ("guarantees.md", "field-reports.md", "comparison.md"),
     "Reference": ("reference/",),
 }
 """Part -> pages in their order, those that exist. A name that ends in `/` is a whole folder."""

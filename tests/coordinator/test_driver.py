@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -59,6 +60,37 @@ def drive(coordinator: Coordinator, clock: ManualClock, rounds: int = 20) -> Non
     for _ in range(rounds):
         coordinator.tick()
         clock.advance(0.6)
+
+
+def test_one_compensation_is_planned_in_a_round(
+    store: Store, clock: ManualClock, ids: FixedIds, tmp_path: Path
+) -> None:
+    """Planning holds up every run of the coordinator, so many failures at once must not add up to one long wait."""
+    file = tmp_path / "fails.yaml"
+    file.write_text(
+        DOCUMENT.replace("spec:", "spec:\n  compensation: {onFailure: automatic}").replace("that: true", "that: false")
+    )
+    document = load_workflow(file)
+    plan = compile_workflow(document)
+    inputs = {"word": "hello"}
+    for _ in range(3):
+        submit(store, document, plan, inputs, ids=ids, base_path=tmp_path, actor="tester")
+    coordinator = coordinator_of(store, clock, ids, adopts=True)
+
+    def started() -> int:
+        with store.database.read() as tx:
+            row = tx.execute("SELECT COUNT(*) FROM audit_events WHERE event_type = 'compensation.skipped'").fetchone()
+        return int(row[0]) if row else 0
+
+    counts = [0]
+    while counts[-1] < 3:
+        assert len(counts) < 50
+        coordinator.tick()
+        counts.append(started())
+        if counts[-1] in (1, 2):
+            assert coordinator.sleep_seconds() == 0.0, "the next one is due at once"
+    assert max(after - before for before, after in itertools.pairwise(counts)) == 1
+    coordinator.close()
 
 
 def test_a_run_without_effects_is_driven_to_its_end(

@@ -42,3 +42,20 @@ def test_eight_workers_started_apart_execute_each_task_once(field: Field) -> Non
         assert sum(w["failed"] for w in listed) == 0
         field.check_clean_end()
     field.check_clean_end(drained=[coordinator])
+
+
+@pytest.mark.timeout(300)
+def test_shells_that_submit_one_key_at_one_instant_make_one_run(field: Field) -> None:
+    """The key is taken once, whoever comes first; all get the same run, and it is executed once."""
+    file = field.workflow("one", [field.tick_task("t", idempotent=False)])
+    shells = [field.start("submit", file, "--idempotency-key", "k", "--output", "json") for _ in range(WORKERS)]
+    answers = [shell.wait() for shell in shells]
+    assert {answer.code for answer in answers} == {0}, [answer.err for answer in answers]
+    [run_id] = {answer.data["runId"] for answer in answers}
+    assert field.scalar("SELECT COUNT(*) FROM runs") == 1
+    resumed = [field.start("resume", run_id, "--workers", "1", "--output", "json") for _ in range(3)]
+    ends = [resume.wait() for resume in resumed]
+    assert 0 in {end.code for end in ends}
+    assert {end.code for end in ends} <= {0, 5}, [end.err for end in ends]
+    assert field.labels() == ["t"]
+    field.check_clean_end()

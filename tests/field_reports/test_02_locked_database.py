@@ -9,6 +9,8 @@ from pathlib import Path
 import agentctl.store
 import pytest
 from support.field import Field, Result, bound, seconds
+from support.field_models import ask_fan, models
+from support.model_server import model_server
 
 TASKS = 400
 
@@ -63,6 +65,37 @@ def test_a_lock_that_is_there_before_the_program(field: Field) -> None:
     assert field.json("cancel", run_id).code == 0
     locker.wait()
     field.stop(pool)
+    field.check_clean_end()
+
+
+@pytest.mark.timeout(300)
+def test_answers_and_derived_runs_wait_for_the_lock_too(field: Field) -> None:
+    """A model is asked once for each turn whoever holds the lock meanwhile; approve, retry and replay wait for it."""
+    failing = {"id": "last", "uses": "action:fail", "needs": ["q"], "with": {"args": ["-c", "exit 7"]}}
+    fail = {"kind": "builtin.shell.exec", "command": "sh"}
+    with model_server() as server:
+        questions = ask_fan("q", 20, outputSchema={"type": "object"})
+        file = field.workflow("asked", [questions, failing], actions={"fail": fail}, **models(server.url))
+        gate = field.workflow("gate", [field.tick_task("g", idempotent=False)], policy={"processAllowlist": ["tick"]})
+        held = field.json("run", gate)
+        assert held.data["reason"] == "approval_required"
+        [approval] = field.json("approvals", "list").data["approvals"]
+        locker = field.locker(seconds(2, 0.3), seconds(4, 0.6), seconds(40, 6), seed=4)
+        approving = field.start("approvals", "approve", approval["approvalId"], "--output", "json")
+        failed = field.json("run", file, "--workers", "4", limit=120)
+        assert (failed.code, failed.data["error"]["taskId"]) == (4, "last"), failed.err
+        assert server.count == 20
+        assert approving.wait().code == 0
+        source = failed.data["runId"]
+        retried = field.json("retry", file, source, "--failed", limit=120)
+        assert (retried.code, server.count) == (4, 20), retried.err
+        replayed = field.json("replay", source, limit=120)
+        assert replayed.code in (0, 4), replayed.err
+        assert field.json("resume", held.data["runId"], limit=120).code == 0
+        assert server.count == 20
+        assert int(locker.wait(120).out) >= 3
+    assert field.scalar("SELECT MAX(attempt) FROM effects WHERE task_id LIKE 'q--%'") == 1
+    assert field.scalar("SELECT MAX(delivery) FROM attempts WHERE task_id LIKE 'q--%'") == 1
     field.check_clean_end()
 
 

@@ -1,12 +1,11 @@
-"""Field report 8: a task that kills its worker comes back for ever.
-
-`retry` of the run, which is to begin anew and stop at three again, follows with that verb.
-"""
+"""Field report 8: a task that kills its worker comes back for ever."""
 
 from __future__ import annotations
 
 import pytest
 from support.field import Field
+from support.field_models import action_tool, ask, models
+from support.model_server import Play, model_server
 
 GOOD = 20
 POISON = 'printf "%s bad %s\\n" "$AGENTCTL_EFFECT_ID" 0 >> "$0"; kill -9 "$PPID"; sleep 60'
@@ -52,7 +51,42 @@ def test_a_task_that_kills_its_worker_ends_after_three_deliveries(field: Field) 
     workers = field.json("workers", "list").data["workers"]
     assert sum(worker["state"] == "dead" for worker in workers) == 3
     assert len(workers) <= 4 + 3
+    # A retry begins anew, executes that one task only, and stops at three again.
+    again = field.json("retry", "poison.yaml", run_id, "--failed", limit=120)
+    assert (again.code, again.data["state"], again.data["reason"]) == (4, "failed", "worker_lost")
+    assert field.labels().count("bad") == 6
+    assert len(field.labels()) == 6 + GOOD
+    assert field.tasks(again.data["runId"]) == {"bad": ("failed", 1, 3)}, "the others were reused"
+    workers = field.json("workers", "list").data["workers"]
+    assert sum(worker["state"] == "dead" for worker in workers) == 6
     field.check_clean_end(drained=[pool])
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("idempotency", ["idempotent", "at_most_once"])
+def test_a_tool_that_kills_its_worker(field: Field, idempotency: str) -> None:
+    """The turn before it is asked for once. What must not be repeated is carried out once; what may be is so bounded:
+    three lost deliveries that have confirmed nothing, after the one that has confirmed the turn."""
+    action = {
+        "kind": "builtin.shell.exec", "command": "sh", "idempotency": idempotency,
+        "with": {"args": ["-c", POISON, str(field.ledger)]},
+    }  # fmt: skip
+    with model_server() as server:
+        server.plays(Play(text="", calls=[("c", "kill", "{}")]), Play(text="never"))
+        tasks = [ask("talk", retry={"maxAttempts": 3, "backoffMs": 0})]
+        spec = models(server.url, tools={"kill": action_tool("poison", idempotency)})
+        file = field.workflow("tool", tasks, actions={"poison": action}, **spec)
+        outcome = field.json("run", file, "--workers", "2", limit=120)
+        assert server.count == 1
+    [(state, attempt, deliveries)] = field.tasks(outcome.data["runId"]).values()
+    if idempotency == "idempotent":
+        assert (outcome.code, outcome.data["reason"]) == (4, "worker_lost")
+        assert (state, attempt, deliveries) == ("failed", 1, 1 + 3)
+    else:
+        assert (outcome.code, outcome.data["reason"]) == (3, "uncertain_effect")
+        assert (state, attempt, deliveries) == ("waiting_for_effect", 1, 1)
+    assert field.labels() == ["bad"] * deliveries
+    field.check_clean_end(uncertain=idempotency != "idempotent")
 
 
 @pytest.mark.timeout(300)

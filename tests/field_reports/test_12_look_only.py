@@ -1,7 +1,4 @@
-"""Field report 12: opening and closing the database file «just to look» drops SQLite's locks.
-
-Doctor is not built yet; health here is what lists, status, workers, statistics, backups and a second opening ask.
-"""
+"""Field report 12: opening and closing the database file «just to look» drops SQLite's locks."""
 
 from __future__ import annotations
 
@@ -14,7 +11,7 @@ from pathlib import Path
 
 import pytest
 from support.children import Children, wait_until
-from support.field import Field
+from support.field import PROGRAM, Field
 from support.field_children import look_and_hold, look_while_writing
 from support.scale import repeats
 
@@ -83,19 +80,51 @@ def test_only_sqlite_opens_the_files_of_the_database(field: Field) -> None:
     traced = field.start("run", file, "--workers", "2", "--output", "json", prefix=prefix)
     outcome = traced.wait(180)
     assert (outcome.code, outcome.data["state"]) == (0, "succeeded"), outcome.err
-    opened: dict[str, int] = {}
-    for line in trace.read_text(errors="replace").splitlines():
-        match = re.search(r'(\w+)\((?:AT_FDCWD, )?"([^"]*/runtime\.db(?:-wal|-shm|-journal)?)", ([^)]*)\)', line)
-        if match is None:
-            continue
-        call, path, flags = match.groups()
-        assert call in ("openat", "open"), line
-        assert "O_NOFOLLOW" in flags, line
-        name = Path(path).name
-        opened[name] = opened.get(name, 0) + 1
+    opened = _opened(field, trace)
     assert set(opened) >= {"runtime.db", "runtime.db-wal", "runtime.db-shm"}, opened
     for name in opened:
         if (path := field.database.with_name(name)).exists():
             assert path.stat().st_mode & 0o777 == 0o600
     assert field.database.parent.stat().st_mode & 0o777 == 0o700
     field.json("cancel", "@latest")
+
+
+LOOKERS = (
+    "status @latest", "doctor", "workers list", "metrics show", "db stats", "db verify", "db backup copy",
+    "gc --dry-run", "artifacts verify", "artifacts gc", "approvals list", "effects list --uncertain",
+    "retry ticks.yaml @latest --from t --restart-successful --plan", "replay @latest", "compensate @latest --plan",
+    "graph @latest", "memory search x", "doctor --output json", "events @latest", "db migrate",
+)  # fmt: skip
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.skipif(shutil.which("strace") is None, reason="needs strace")
+def test_no_verb_that_looks_opens_the_files_itself(field: Field) -> None:
+    """Health, statistics, backups, plans and permissions: none of them opens a file of the database past SQLite."""
+    field.json("run", field.workflow("ticks", [field.tick_task("t", idempotent=True)]))
+    trace = field.root / "trace"
+    program = " ".join(PROGRAM) if len(PROGRAM) == 1 else f"{PROGRAM[0]} -c '{PROGRAM[2]}'"
+    script = "\n".join(f"{program} {words} >/dev/null || echo $? {words}" for words in LOOKERS)
+    command = ["strace", "-f", "-qq", "-e", "trace=openat,open,creat,fchmod", "-o", str(trace), "sh", "-c", script]
+    traced = field.spawn(*command).wait(200)
+    refused = {line.split(" ", 1)[1] for line in traced.out.splitlines() if not line.startswith("3 ")}
+    assert refused <= {"doctor", "doctor --output json", "gc --dry-run"}, (traced.out, traced.err)
+    assert _opened(field, trace).get("runtime.db", 0) >= len(LOOKERS) / 2
+    field.check_clean_end()
+
+
+def _opened(field: Field, trace: Path) -> dict[str, int]:
+    """How often each file of the database was opened, and always as SQLite does it."""
+    opened: dict[str, int] = {}
+    for line in trace.read_text(errors="replace").splitlines():
+        match = re.search(r'(\w+)\((?:AT_FDCWD, )?"([^"]*/runtime\.db(?:-wal|-shm|-journal)?)", ([^)]*)\)', line)
+        if match is None:
+            continue
+        call, path, flags = match.groups()
+        if path.startswith("/") and Path(path).parent != field.database.parent:
+            continue  # a copy, which nobody else has open
+        assert call in ("openat", "open"), line
+        assert "O_NOFOLLOW" in flags, line
+        name = Path(path).name
+        opened[name] = opened.get(name, 0) + 1
+    return opened

@@ -78,17 +78,20 @@ def test_a_timeout_of_a_client_is_no_refusal(field: Field, server: ModelServer, 
     field.check_clean_end(uncertain=True)
 
 
-def test_a_refusal_that_stays_one_is_not_repeated(field: Field, server: ModelServer) -> None:
-    server.plays(Play(status=400))
+@pytest.mark.parametrize("status", [400, 401, 404])
+def test_a_refusal_that_stays_one_is_not_repeated(field: Field, server: ModelServer, status: int) -> None:
+    server.plays(Play(status=status))
     result = field.json("run", field.text("w.json", json.dumps(document(server.url))))
     assert (result.code, result.data["error"]["code"]) == (4, "provider_http_error")
     assert server.count == 1
     assert field.rows("SELECT status FROM effects") == [("failed",)]
+    assert requests_charged(field)[1] == 0
     field.check_clean_end()
 
 
-def test_a_server_that_is_busy_is_asked_again_when_it_says(field: Field, server: ModelServer) -> None:
-    busy = Play(status=429, headers={"Retry-After": "1"})
+@pytest.mark.parametrize("status", [429, 503])
+def test_a_server_that_is_busy_is_asked_again_when_it_says(field: Field, server: ModelServer, status: int) -> None:
+    busy = Play(status=status, headers={"Retry-After": "1"})
     server.plays(busy, busy, Play())
     result = field.json("run", field.text("w.json", json.dumps(document(server.url))))
     assert result.code == 0, result.err

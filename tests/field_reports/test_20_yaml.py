@@ -142,3 +142,42 @@ def test_a_run_count_is_unchanged_by_what_is_refused(field: Field) -> None:
         assert field("submit", "case.yaml").code == 2
     assert field.scalar("SELECT COUNT(*) FROM runs") == 1
     field.check_clean_end()
+
+
+DATA = {
+    "duplicate key": "value: one\nvalue: two\n",
+    "duplicate nested key": "deep:\n  x: 1\n  x: 2\n",
+    "not a number": "value: .nan\n",
+    "tab": "deep:\n\tx: 1\n",
+    "two documents": "value: 1\n---\nvalue: 2\n",
+    "number as key": "1: one\n",
+    "a version": "value: 1.10\n",
+    "a commit": "value: 0123456\n",
+    "a power": "value: 12e10\n",
+}
+
+
+def test_files_of_variables_and_corrected_files_are_read_in_the_same_way(field: Field) -> None:
+    """What a document may not say, a file of variables may not say, nor a file that is to repair a run."""
+    tasks = "  tasks: [{id: a, uses: 'action:set', with: {value: '${{ vars.value }}'}}]\n"
+    end = "  outputs: {value: '${{ tasks.a.output.output.value }}'}\n"
+    field.text("case.yaml", HEAD + "  vars: {value: none}\n" + tasks + end)
+    source = field.json("run", "case.yaml").data["runId"]
+    for what, text in DATA.items():
+        field.text("data.yaml", text)
+        result = field.json("explain" if what.startswith("a ") else "run", "case.yaml", "--vars-file", "data.yaml")
+        assert (result.code, result.error["code"]) == (2, "usage"), what
+        assert result.diagnostics[0]["line"] >= 1, what
+        assert "data.yaml" in result.diagnostics[0]["file"], what
+    field.text("data.yaml", "value:\n" + "".join(f"- {spelled}\n" for spelled in KEPT))
+    kept = field.json("run", "case.yaml", "--vars-file", "data.yaml").data["output"]["value"]
+    assert repr(kept) == repr(list(KEPT.values()))
+    count = field.scalar("SELECT COUNT(*) FROM runs")
+    for what in ("duplicate task id", "not a number"):
+        field.text("fixed.yaml", REFUSED[what].replace("§", "").replace("¶", ""))
+        checked = field.json("check", "fixed.yaml")
+        for words in (("repair", "fixed.yaml", source, "--from", "a"), ("retry", "fixed.yaml", source, "--failed")):
+            result = field.json(*words)
+            assert (result.code, result.diagnostics) == (2, checked.diagnostics), (what, words)
+    assert field.scalar("SELECT COUNT(*) FROM runs") == count
+    field.check_clean_end()

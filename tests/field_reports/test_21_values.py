@@ -1,7 +1,7 @@
 """Field report 21: values that break JSON or the digest.
 
-Results of commands; those of models follow with them. Files with odd names are refused or kept in the tests of what
-becomes an artifact.
+Results of commands; those of models are in `test_21_models.py`. Files with odd names are refused or kept in the tests
+of what becomes an artifact.
 """
 
 from __future__ import annotations

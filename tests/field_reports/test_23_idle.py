@@ -1,4 +1,4 @@
-"""Field report 23: idle workers burn processor time. The paused run is one with an uncertain effect."""
+"""Field report 23: idle workers burn processor time. One paused run has an uncertain effect, one waits for a person."""
 
 from __future__ import annotations
 
@@ -47,6 +47,12 @@ def test_a_pool_at_rest(field: Field) -> None:
     actions = {"slow": {"kind": "builtin.shell.exec", "command": "sleep", "idempotency": "at_most_once"}}
     run_id = field.submit(field.workflow("paused", [slow], actions=actions, programs=["sleep"]))
     assert field.json("wait", run_id).data["reason"] == "uncertain_effect"
+    gate = field.workflow("gate", [field.tick_task("g", idempotent=True)], policy={"processAllowlist": ["tick"]})
+    asking = field.submit(gate)
+    assert field.json("wait", asking).data["reason"] == "approval_required"
     assert _rest(field, [*pids, pool.pid], 1800 if scale() >= 1 else 10) < PER_MINUTE * 1.5
-    assert field.json("status", run_id).data["state"] == "paused"
+    assert {field.json("status", run).data["state"] for run in (run_id, asking)} == {"paused"}
+    [approval] = field.json("approvals", "list").data["approvals"]
+    assert field.json("approvals", "approve", approval["approvalId"]).code == 0
+    assert field.json("wait", asking).code == 0
     field.check_clean_end(drained=[pool], uncertain=True)

@@ -1,4 +1,4 @@
-"""Report 25: fan-out or loop wider than anyone meant. Without its agent, which does not exist yet.
+"""Report 25: fan-out or loop wider than anyone meant. Agents are in `test_25_models.py`.
 
 https://github.com/coleam00/Archon/pull/2224 · https://github.com/agno-agi/agno/issues/8304
 """

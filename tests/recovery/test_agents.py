@@ -378,3 +378,70 @@ def test_what_is_derived_from_what_was_derived(place: Place) -> None:
     assert requests(place) == before + 7
     last = place.derive("repair", file, fork.data["runId"], "--from", "second", "--restart-successful")
     assert (last["reusedTasks"], requests(place)) == (["first"], before + 9)
+
+
+def test_a_fan_out_of_agents_asks_for_the_failed_items_alone(place: Place) -> None:
+    each = {
+        "id": "each",
+        "uses": "agent:counter",
+        "failure": "continue",
+        "foreach": {"items": list(range(6)), "maxItems": 6},
+        "with": {"prompt": "count item ${{ vars.item }}"},
+    }
+    busy = {"when": {"contains": "item 3"}, "turns": [{"fail": {"status": 400}}]}
+    write_script(place.folder, [], conversations=[busy, COUNTED])
+    file = chat(place, "flow.json", ("tasks", [each]))
+    source = place.go(file, code=4)
+    assert requests(place) == 6
+    write_script(place.folder, [], conversations=[COUNTED])
+    plan = place.plan("retry", file, source, "--failed")
+    assert (len(plan["reusedTasks"]), plan["estimatedProviderTasks"]) == (5, 1)
+    outcome = place.derive("retry", file, source, "--failed")
+    assert requests(place) == 7
+    assert [item["state"] for item in outcome["output"]["each"]["items"]] == ["succeeded"] * 6
+
+
+def test_a_model_call_that_nobody_knows_the_end_of(place: Place) -> None:
+    """Where its task is executed again it is told and blocks nothing; an answer that a person has given counts."""
+    script(place, [{"fail": "lost"}])
+    file = chat(place, "flow.json", ("tasks/1/outputSchema", {"type": "object"}))
+    paused = place.json("run", file)
+    assert (paused.code, paused.data["reason"]) == (3, "uncertain_effect")
+    source = paused.data["runId"]
+    assert place.json("cancel", source).code == 0
+    plan = place.plan("retry", file, source, "--failed")
+    assert plan["freshEffectSummary"]["uncertainSourceEffects"] == 1
+    assert plan["rerunTasks"] == ["second", "last"]
+    assert any("sent again" in text for text in plan["warnings"])
+    before = requests(place)
+    script(place, [{"fail": "lost"}])
+    again = place.json("retry", file, source, "--failed")
+    assert (again.code, again.data["reason"], requests(place)) == (3, "uncertain_effect", before + 1)
+    run_id = again.data["runId"]
+    [effect] = [item[0] for item in place.rows("SELECT effect_id FROM effects WHERE run_id = ?", run_id)]
+    answer = {
+        "responseId": "r", "text": "as I have seen", "toolCalls": [], "assistantContent": [],
+        "continuation": None, "usage": {"inputTokens": 1, "outputTokens": 1}, "finishReason": "complete",
+    }  # fmt: skip
+    place.text("answer.json", json.dumps(answer))
+    words = (
+        "--status",
+        "applied",
+        "--actor",
+        "ann",
+        "--reason",
+        "it is in the console",
+        "--result-file",
+        "answer.json",
+    )
+    told = place.json("effects", "reconcile", effect, *words)
+    assert told.code == 0, told.err
+    done = place.json("resume", run_id)
+    assert (done.code, done.data["output"]["second"]["text"]) == (0, "as I have seen")
+    # Reused, with the conclusion as a part of what it rests on.
+    last = place.derive("repair", file, run_id, "--from", "last", "--restart-successful")
+    assert last["reusedTasks"] == ["first", "second"]
+    kept = {task["taskId"]: task for task in place.record(last["runId"])["tasks"]}["second"]
+    [rests_on] = kept["reuseDecision"]["sourceEffects"]
+    assert (rests_on["effectId"], rests_on["status"], rests_on["reconciled"]) == (effect, "uncertain", "applied")
+    assert requests(place) == before + 1

@@ -1,7 +1,4 @@
-"""Every block code of contract 9.2, produced through the command line, before any run exists.
-
-`missing_output_contract` needs an agent and is not in here.
-"""
+"""Every block code of contract 9.2, produced through the command line, before any run exists."""
 
 from __future__ import annotations
 
@@ -368,6 +365,28 @@ def test_a_damaged_history(copy: tuple[Place, str], statement: str) -> None:
     if "documents" in statement:
         result = place.json("fork", run_id)
         assert (result.code, result.error["code"]) == (5, "corrupt")
+
+
+@pytest.mark.parametrize("held", ["nobody", "the agent", "the task"])
+def test_what_an_agent_has_said_is_reused_if_something_holds_it_to_a_form(place: Place, held: str) -> None:
+    agent: dict[str, Any] = {"provider": "local", "model": "m", "instructions": "Answer."}
+    agent["providerOptions"] = {"finalText": '{"word": "yes"}'}
+    task: dict[str, Any] = {"id": "ask", "uses": "agent:one", "with": {"prompt": "?"}}
+    if held == "the agent":
+        agent["structuredOutput"] = {"type": "object", "required": ["word"]}
+    elif held == "the task":
+        task["outputSchema"] = {"type": "object", "required": ["text"]}
+    bad = {"id": "bad", "uses": "action:test", "needs": ["ask"], "with": {"that": False}}
+    more = {"providers": {"local": {"kind": "fake"}}, "agents": {"one": agent}}
+    file = place.workflow("asks", [task, bad], actions={"test": {"kind": "builtin.assert"}}, **more)
+    source = place.go(file, code=4)
+    plan = place.plan("retry", file, source, "--failed", compatible=held != "nobody")
+    if held == "nobody":
+        assert blocks(plan) == {"ask": "missing_output_contract"}
+        assert roots(plan, "ask") == ["ask"]
+    else:
+        assert plan["reusedTasks"] == ["ask"]
+        assert place.record(place.derive("retry", file, source, "--failed", code=4)["runId"])["effects"] == []
 
 
 # -- what is executed --------------------------------------------------------------------------------------------------

@@ -220,6 +220,8 @@ def test_a_forged_result_of_a_remote_task_is_found(peers: Peers) -> None:
     verified = place.json("db", "verify")
     assert verified.code != 0
     assert "another result of effect" in verified.out
+    place.forge("UPDATE effect_reconciliations SET status = 'not_applied' WHERE effect_id = ?", effect)
+    assert "another conclusion about effect" in place.json("db", "verify").out
 
 
 # -- retry, repair, fork and replay ------------------------------------------------------------------------------------
@@ -273,8 +275,10 @@ def test_a_replay_of_remote_calls_makes_no_connection(peers: Peers) -> None:
         assert (call["state"], call["callIdentity"]) == (known[effect]["state"], known[effect]["callIdentity"])
     assert [item["status"] for item in record["protocolSessions"]] == ["recorded"]
     assert [task["output"] for task in record["tasks"]] == [task["output"] for task in old["tasks"]]
-    shown = place("inspect", run_id)
-    assert shown.code == 0
+    assert place("inspect", run_id).code == 0
+    again = place.json("replay", run_id)
+    copied = place.record(again.data["runId"])["protocolCalls"]
+    assert {item["effectId"] for item in copied} == {f"recorded:{again.data['runId']}:{effect}" for effect in known}
     refused = place.json("effects", "continue-remote", record["protocolCalls"][0]["effectId"])
     assert refused.code == 5
     assert peers.doubled() == [4]
@@ -522,4 +526,44 @@ def test_a_model_calls_a_server_and_an_extension_with_an_approval_in_between(pee
     copied = place.record(replay.data["runId"])
     assert [(item["status"], item["callIdentity"]) for item in copied["protocolCalls"]] == [("recorded", "add")]
     assert copied["effects"] == copied["toolCalls"] == []
+    place.assert_sound()
+
+
+DELEGATE: dict[str, Any] = {
+    "kind": "action", "action": "ask", "description": "Let another agent do it.",
+    "inputSchema": {
+        "type": "object", "additionalProperties": False, "required": ["messageId", "message"],
+        "properties": {"messageId": {"type": "string"}, "message": {"type": "string"}},
+    },
+    "outputSchema": {"type": "object", "required": ["artifacts"]}, "capability": "a2a.delegate", "risk": "high",
+    "effectClass": "remote_agent", "idempotency": "at_most_once", "retrySafe": False, "timeoutSeconds": 20,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("ends", [False, True])
+def test_a_model_delegates_and_the_answer_comes_late(peers: Peers, ends: bool) -> None:
+    """The conversation goes on with it. After the end of the run there is none that could, and it is not sent again."""
+    place = peers.place
+    write_script(place.folder, [{"toolCalls": [{"name": "delegate", "input": message("work hello")}]}, {"text": "ok"}])
+    spec = peers.spec()
+    spec["a2aPeers"]["worker"]["maxPolls"] = 2
+    task = {"id": "ask", "uses": "agent:helper", "with": {"prompt": "go"}}
+    value = document([task], tools={"delegate": DELEGATE}, actions=spec["actions"], policy=spec["policy"])
+    value["spec"]["mcpServers"], value["spec"]["a2aPeers"] = spec["mcpServers"], spec["a2aPeers"]
+    place.text("flow.json", json.dumps(value))
+    (peers.a2a.folder / "hold").touch()
+    paused = place.json("run", "flow.json")
+    assert (paused.code, paused.data["reason"]) == (3, "uncertain_effect"), paused.out
+    effect = str(place.scalar("SELECT effect_id FROM effects WHERE operation = 'tool.delegate'"))
+    if ends:
+        assert place.json("cancel", paused.data["runId"]).code == 0
+    complete(peers, effect)
+    if ends:
+        plan = place.plan("retry", "flow.json", paused.data["runId"], "--failed", compatible=False)
+        assert rules(plan) == {"ask": "unreconciled_effect"}
+    else:
+        done = place.json("resume", paused.data["runId"])
+        assert (done.code, done.data["output"]["ask"]["text"]) == (0, "ok"), done.err
+        assert asked(place.folder) == {1: 1, 2: 1}
+    assert peers.counts() == (0, 1)
     place.assert_sound()

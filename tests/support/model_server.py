@@ -1,8 +1,8 @@
 """A model service on the loopback interface that speaks four dialects and does as it is told.
 
 It is a real server on a real socket. Each request takes the next `Play` (the last one stays), is counted when its body
-has arrived whole, and is kept for the test to look at. Nothing here sleeps: an answer that has to be late waits for a
-gate that the test opens, or for the client to go away.
+has arrived whole, and is kept for the test to look at. An answer that has to be late waits for a gate that the test
+opens, or for the client to go away; only where nothing but the load matters does one take its time (`delay`).
 """
 
 from __future__ import annotations
@@ -26,7 +26,8 @@ class Play:
 
     `calls` are (id, name, arguments as text). `gate`: wait for it (or for the client's end) before the answer.
     `gate_in_body`: the same after the first half of it. `cut`: leave out the second half and close. `drop`: close
-    without a word. `body`: these bytes instead of an answer. `events`: these data lines instead of a stream.
+    without a word. `body`: these bytes instead of an answer. `events`: these data lines instead of a stream. `delay`:
+    seconds that the answer takes.
     """
 
     text: str = "fine"
@@ -45,6 +46,7 @@ class Play:
     no_usage: bool = False
     extra: Mapping[str, Any] = field(default_factory=dict)
     echo: str | None = None
+    delay: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -150,6 +152,7 @@ def _handler(server: ModelServer) -> type[BaseHTTPRequestHandler]:
 
         def _answer(self, play: Play, seen: Seen) -> None:
             self._hold(play.gate)
+            time.sleep(play.delay)
             if play.drop:
                 return
             if play.echo is not None:

@@ -22,6 +22,7 @@ from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
 from functools import partial
 from hashlib import sha256
+from math import isfinite
 from typing import TYPE_CHECKING, Any, Final
 
 from agentctl.store.canonical import JsonError, canonical, check_value, value_digest
@@ -383,6 +384,8 @@ async def _ask(
         raise
     answer = call.peer.clean(said.model_dump(by_alias=True, mode="json", exclude_none=True))
     try:
+        # As it was read: the JSON form of the library says null where the server has said NaN or 1e400.
+        _require_finite(said.model_dump(mode="python"))
         check_value(answer)
     except JsonError as error:
         raise _malformed(f"the result is not to be stored: {error.message}") from error
@@ -399,6 +402,18 @@ async def _ask(
         if wrong is not None:
             raise _malformed(f"the result does not fit the output schema of the tool: {wrong}")
     return dict(answer)
+
+
+def _require_finite(value: Any) -> None:
+    """Raise `JsonError` for a number that JSON cannot carry, wherever it is in an answer."""
+    if isinstance(value, dict):
+        for item in value.values():
+            _require_finite(item)
+    elif isinstance(value, list):
+        for item in value:
+            _require_finite(item)
+    elif isinstance(value, float) and not isfinite(value):
+        raise JsonError("NaN and infinite numbers are no JSON")
 
 
 def _malformed(message: str) -> _Problem:
