@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
+import os
 from contextlib import closing
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 from agentctl.store.faults import Faults
 
 from .main import Settings, Verb, pass_settings
-from .render import Printer, clean
+from .render import Printer, clean, give_up_stdout, warn
 from .run import ACTOR, EXIT_BY_STATE, foreground, open_store, signals_held, timeout_option, views_of, workers_option
 
 if TYPE_CHECKING:
@@ -20,11 +20,14 @@ if TYPE_CHECKING:
 
 EXIT_BLOCKED = 3
 SHOWN = 100
+INVERSE = "compensate--"
+"""What the name of a task begins with that undoes another one."""
 
 
 @click.command(cls=Verb)
 @click.argument("run_name", metavar="SOURCE")
 @click.option("--task", "tasks", metavar="TASK", multiple=True, help="Only what this task has done; may be repeated.")
+@click.option("--workspace", type=click.Path(), metavar="DIR", help="Base of paths; else that of the source.")
 @click.option("--plan", "only_plan", is_flag=True, help="Show what would be done, and do nothing.")
 @workers_option
 @timeout_option
@@ -35,6 +38,7 @@ def compensate(
     settings: Settings,
     run_name: str,
     tasks: tuple[str, ...],
+    workspace: str | None,
     only_plan: bool,
     workers: int | None,
     timeout: float | None,
@@ -42,8 +46,9 @@ def compensate(
     """Undo what a run that has ended has done, by what its tasks declare under `compensate`.
 
     A run of its own carries it out, in reverse order, one task after the other. What is undone already is left alone,
-    so after a partial failure the same command does the rest. Exit: 0 all undone, 3 something is blocked or waits for a
-    person, 4 an inverse action failed, 130 cancelled.
+    so after a partial failure the same command does the rest. --workspace is for a source whose folder is gone.
+
+    Exit: 0 all undone, 3 something is blocked or waits for a person, 4 an inverse action failed, 130 cancelled.
     """
     from agentctl.coordinator.compensation import plan_compensation, start_compensation
     from agentctl.coordinator.plan import keeps_artifacts
@@ -51,16 +56,26 @@ def compensate(
 
     from . import pool  # noqa: F401  # its import takes a while, and nothing may interrupt what follows for long
     from .preflight import preflight
+    from .recovery import workspace_of
 
     with closing(open_store(settings)) as store:
         source_id = views_of(store).find_run(run_name)
+        source = store.get_run(source_id)
+        place = None if workspace is None else str(workspace_of(workspace, "", source_id))
+        note = ""
+        if source.mode == "compensation":
+            note = f": it is itself a compensation; `agentctl compensate {source.source_run_id}` undoes what is left"
         if only_plan:
             found, _, _ = plan_compensation(store, source_id, tasks)
-            Printer(settings).result("CompensationPlan", found.as_json(), lambda out: _plan_for_people(out, found))
+            Printer(settings).result(
+                "CompensationPlan", found.as_json(), lambda out: _plan_for_people(out, found, note)
+            )
+            if found.executable and place is None and not os.path.isdir(source.base_path):
+                warn(settings, f"the workspace is gone: {source.base_path}; --workspace DIR names another one")
             context.exit(EXIT_BLOCKED if found.blocked else 0)
 
         def look(workflow: dict[str, Any], plan: Plan, base: str) -> None:
-            preflight(workflow, plan, Path(base))
+            preflight(workflow, plan, workspace_of(workspace, base, source_id))
             if keeps_artifacts(plan):
                 store.artifacts.blobs.require_writable()
 
@@ -73,13 +88,21 @@ def compensate(
                 actor=ACTOR,
                 faults=Faults.from_environment(),
                 before=look,
+                base_path=place,
             )
 
             def tell(printer: Printer, store: Store, run_id: str | None) -> int:
                 data = _outcome(store, found, run_id)
-                printer.result("CompensationOutcome", data, lambda out: _outcome_for_people(out, data))
                 code = 0 if run_id is None else EXIT_BY_STATE[str(data["state"])]
-                return code or (EXIT_BLOCKED if found.blocked else 0)
+                code = code or (EXIT_BLOCKED if found.blocked else 0)
+                try:
+                    printer.result("CompensationOutcome", data, lambda out: _outcome_for_people(out, data, tasks, note))
+                except OSError as error:
+                    if run_id is None:
+                        raise
+                    # The run has ended as it has, whoever reads of it.
+                    give_up_stdout(settings, error)
+                return code
 
             if run_id is None:
                 context.exit(tell(Printer(settings), store, None))
@@ -98,6 +121,9 @@ def _outcome(store: Store, found: CompensationPlan, run_id: str | None) -> dict[
         "reason": None,
         "compensatedTasks": [],
         "failedTasks": [],
+        "failures": [],
+        "uncertainEffects": [],
+        "pendingApprovals": [],
         "blocked": [block.as_json() for block in found.blocked],
         "elsewhere": found.elsewhere_as_json(),
     }
@@ -109,6 +135,13 @@ def _outcome(store: Store, found: CompensationPlan, run_id: str | None) -> dict[
                 data["compensatedTasks"].append(task)
             elif state in ("failed", "cancelled"):
                 data["failedTasks"].append(task)
+        views = views_of(store)
+        status = views.status(run_id)
+        data["failures"] = [
+            {"taskId": item["taskId"].removeprefix(INVERSE), "error": item["error"]}
+            for item in views.failures(run_id, limit=SHOWN)[0]
+        ]
+        data |= {name: status[name] for name in ("uncertainEffects", "pendingApprovals")}
     return data
 
 
@@ -135,9 +168,10 @@ def _elsewhere_for_people(out: Printer, elsewhere: list[dict[str, Any]]) -> None
         out.line(f"next: `{' '.join(filter(None, ('agentctl compensate', run_id, options)))}` undoes that")
 
 
-def _plan_for_people(out: Printer, found: CompensationPlan) -> None:
+def _plan_for_people(out: Printer, found: CompensationPlan, note: str = "") -> None:
     data = found.as_json()
-    out.line(f"{out.bold(found.source_run_id)}: {len(found.inverses)} to undo, {len(found.already)} undone already")
+    counts = f"{len(found.inverses)} to undo, {len(found.already)} undone already"
+    out.line(f"{out.bold(found.source_run_id)}: {counts}{note}")
     for item in data["tasks"][:SHOWN]:
         effects = ", ".join(effect[:12] for effect in item["sourceEffectIds"])
         out.line(f"  {clean(item['sourceTaskId'])}: action {clean(item['action'])} undoes {effects}")
@@ -149,26 +183,59 @@ def _plan_for_people(out: Printer, found: CompensationPlan) -> None:
     _elsewhere_for_people(out, data["elsewhere"])
 
 
-def _outcome_for_people(out: Printer, data: dict[str, Any]) -> None:
+def _outcome_for_people(out: Printer, data: dict[str, Any], tasks: tuple[str, ...], note: str = "") -> None:
     source = data["sourceRunId"]
     if data["runId"] is None:
         out.line(
             f"{source}: nothing was undone"
             if data["blocked"] or data["elsewhere"]
-            else f"{source}: there is nothing to undo"
+            else f"{source}: there is nothing to undo{note}"
         )
     else:
         why = f" ({data['reason']})" if data["reason"] else ""
         done = len(data["compensatedTasks"])
         noun = "task" if done == 1 else "tasks"
         out.line(f"{data['runId']} {out.state(data['state'])}{why}: {done} {noun} of {source} undone")
+        reasons = {item["taskId"]: item["error"] or {} for item in data["failures"]}
         for task in data["failedTasks"][:SHOWN]:
-            out.line(f"  not undone: {clean(task)}")
+            fault = reasons.get(task)
+            said = "" if not fault else f": {fault.get('code', 'failed')}: {clean(fault.get('message', ''))}"
+            out.line(f"  not undone: {clean(task)}{said}")
+        for effect in data["uncertainEffects"][:SHOWN]:
+            name = clean(effect["taskId"].removeprefix(INVERSE))
+            out.line(f"  nobody knows whether {name} was undone: effect {effect['effectId']}, {effect['operation']}")
+        for asked in data["pendingApprovals"][:SHOWN]:
+            name = clean(asked["taskId"].removeprefix(INVERSE))
+            out.line(
+                f"  a person has to answer {asked['approvalId']}: {name}, {asked['tool']}: {clean(asked['reason'])}"
+            )
     if data["blocked"]:
         out.line("blocked:")
         _blocked_for_people(out, data["blocked"])
     _elsewhere_for_people(out, data["elsewhere"])
-    if data["runId"] is not None and data["state"] == "paused":
-        out.line(f"next: `agentctl status {data['runId']}` shows what it waits for, `agentctl resume` goes on")
-    elif data["failedTasks"]:
-        out.line(f"next: `agentctl inspect {data['runId']}`, then `agentctl compensate {source}` tries the rest again")
+    step = _next_step(data, tasks)
+    if step is not None:
+        out.line(f"next: {step}")
+
+
+def _next_step(data: dict[str, Any], tasks: tuple[str, ...]) -> str | None:
+    """The command that helps, whole, so that it can be copied."""
+    run_id = data["runId"]
+    if run_id is None:
+        return None
+    again = " ".join(["agentctl compensate", data["sourceRunId"], *(f"--task {clean(name)}" for name in tasks)])
+    if data["uncertainEffects"]:
+        effect = data["uncertainEffects"][0]["effectId"]
+        then = f"agentctl resume {run_id}" if data["state"] == "paused" else again
+        return (
+            f"find out what was done, then `agentctl effects reconcile {effect} --status applied|not-applied "
+            f"--reason …`, then `{then}`"
+        )
+    if data["state"] == "paused" and data["pendingApprovals"]:
+        asked = data["pendingApprovals"][0]["approvalId"]
+        return f"`agentctl approvals approve|reject {asked}`, then `agentctl resume {run_id}` unless a pool does"
+    if data["state"] in ("paused", "running"):
+        return f"`agentctl status {run_id}` shows what it waits for, `agentctl resume {run_id}` goes on"
+    if data["failedTasks"]:
+        return f"`agentctl inspect {run_id}` shows why, then `{again}` tries the rest again"
+    return None

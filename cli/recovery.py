@@ -167,11 +167,14 @@ class _Recovery:
 
     def _planned(self, store: Store) -> tuple[LoadedDocument, RecoveryPlan]:
         from agentctl.coordinator.compiler import merge_inputs
-        from agentctl.coordinator.recovery import Wish, plan_recovery
+        from agentctl.coordinator.recovery import Wish, plan_recovery, require_source
         from agentctl.store.canonical import loads
+        from agentctl.store.verification import require_sound
 
         source = store.read_source(views_of(store).find_run(self.asked.source))
-        self.base = _workspace(self.asked.workspace, source.run.base_path, source.run.run_id)
+        # Before the file is looked at: what it says of inputs that were never its own would only confuse.
+        require_source(source)
+        self.base = workspace_of(self.asked.workspace, source.run.base_path, source.run.run_id)
         given = loads(source.documents.inputs_json)
         sources = Sources(vars_files=self.asked.vars_files, var_pairs=self.asked.var_pairs)
         document, target = compile_file(self.asked.file, given, sources, workspace=self.base)
@@ -179,6 +182,9 @@ class _Recovery:
         self.inputs = merge_inputs(document.model.spec.inputs, given)
         wish = Wish(self.mode, self.asked.roots, self.failed, self.asked.restart_successful)
         plan = plan_recovery(source, target, self.inputs, wish, store.artifacts.blobs.check)
+        if plan.compatible:
+            # What is blocked makes no run, and says why in its own words; the rest is held to the whole history.
+            require_sound(store.database, source.run.run_id)
         if str(self.base) != source.run.base_path:
             plan.warnings.append(f"the workspace is {self.base}, that of the source was {source.run.base_path}")
         return document, plan
@@ -211,7 +217,7 @@ class _Recovery:
         )
 
 
-def _workspace(given: str | None, recorded: str, source: str) -> Path:
+def workspace_of(given: str | None, recorded: str, source: str) -> Path:
     """The base of paths of the new run: what is given, else that of the source, on which its results rest."""
     place = Path(recorded) if given is None else Path(given).absolute()
     if not place.is_dir():
@@ -239,8 +245,8 @@ def plan_for_people(out: Printer, plan: RecoveryPlan) -> None:
     verdict = "can be done" if plan.compatible else out.paint("is blocked", "red")
     blocked = f", {len(plan.blocks)} blocked" if plan.blocks else ""
     out.line(f"{verdict}: {_made_of(plan)}{blocked}")
+    _blocks_for_people(out, plan)
     for word, title in (
-        ("blocked", "blocked:"),
         ("execute", "executed afresh:"),
         ("reuse", "reused:"),
         ("removed", "not in the file any more:"),
@@ -253,7 +259,6 @@ def plan_for_people(out: Printer, plan: RecoveryPlan) -> None:
             out.line(f"  {clean(item.task_id)}: {clean(item.reason)}")
         if len(found) > SHOWN_TASKS:
             out.line(f"  and {len(found) - SHOWN_TASKS} more; --output json has all")
-    _blocks_for_people(out, plan)
     if plan.approvals:
         out.line(f"approvals that will be asked for: {', '.join(clean(item) for item in plan.approvals[:10])}")
         if len(plan.approvals) > 10:
@@ -268,11 +273,15 @@ def _blocks_for_people(out: Printer, plan: RecoveryPlan) -> None:
     from agentctl.coordinator.recovery_plan import advice
 
     out.line("why it is blocked:")
+    said: set[str] = set()
     for block in plan.blocks[:SHOWN_TASKS]:
         out.line(f"  {clean(block.task_id)}: {block.rule}: {clean(block.message)}")
-        hint = advice(block, plan.mode)
-        if hint is not None:
+        hint = advice(block, plan)
+        if hint is not None and hint not in said:
+            said.add(hint)
             out.line(f"    {clean(hint)}")
+    if len(plan.blocks) > SHOWN_TASKS:
+        out.line(f"  and {len(plan.blocks) - SHOWN_TASKS} more; --output json has all")
     roots = plan.suggested_roots()
     if roots and roots != plan.roots and not any(block.full_fork for block in plan.blocks):
         done = any(name in plan.source.tasks and plan.source.tasks[name].state == "succeeded" for name in roots)
@@ -303,6 +312,7 @@ def print_outcome(printer: Printer, store: Store, run_id: str) -> int:
 @click.option("--workspace", type=click.Path(), metavar="DIR", help="Base of paths; else that of the source.")
 @click.option("--priority", type=click.IntRange(-10, 10), default=0, help="-10 to 10; higher is served first.")
 @click.option("--interactive", is_flag=True, help="A person is here: `nonInteractive` does not apply.")
+@click.option("--plan", "only_plan", is_flag=True, help="Show what would be executed; change nothing.")
 @workers_option
 @timeout_option
 @pass_settings
@@ -315,16 +325,18 @@ def fork(
     workspace: str | None,
     priority: int,
     interactive: bool,
+    only_plan: bool,
     workers: int | None,
     timeout: float | None,
 ) -> None:
     """Run the stored workflow of another run once more, from its start, in a new run linked to it.
 
     Everything is executed again, whatever SOURCE has done. No file is read: plan, inputs and variables are those that
-    were stored. SOURCE may be in any state. Exit like `run`.
+    were stored. SOURCE may be in any state. Exit like `run`; with --plan: 0 when it could be made.
     """
     from agentctl.coordinator.plan import Plan
     from agentctl.coordinator.submission import fork as fork_run
+    from agentctl.coordinator.submission import verified_source
     from agentctl.store.canonical import loads
     from agentctl.store.clock import SystemIds
 
@@ -333,10 +345,16 @@ def fork(
 
     with closing(open_store(settings)) as store:
         run_id = views_of(store).find_run(source)
-        parent = store.get_run(run_id)
-        base = _workspace(workspace, parent.base_path, run_id)
-        documents = store.run_documents(run_id)
-        preflight(loads(documents.workflow_json), Plan.from_json(loads(documents.plan_json)), base)
+        parent, documents = verified_source(store, run_id)
+        base = workspace_of(workspace, parent.base_path, run_id)
+        plan = Plan.from_json(loads(documents.plan_json))
+        preflight(loads(documents.workflow_json), plan, base)
+        if only_plan:
+            from .foretold import fork_plan, show_fork
+
+            data = fork_plan(views_of(store), parent, plan, base, interactive=interactive)
+            Printer(settings).result("ForkPlan", data, lambda out: show_fork(out, data))
+            return
         if json.loads(store.run_settings(run_id)[0]).get("keepsArtifacts"):
             store.artifacts.blobs.require_writable()
         with signals_held():

@@ -330,12 +330,18 @@ def _warn_undriven(settings: Settings, store: Store, remedy: str = "`agentctl wo
 
 @click.command(cls=Verb)
 @click.argument("run_name", metavar="RUN")
+@click.option("--plan", "only_plan", is_flag=True, help="Show what would go on and what stays; change nothing.")
 @workers_option
 @timeout_option
 @pass_settings
 @click.pass_context
 def resume(
-    context: click.Context, settings: Settings, run_name: str, workers: int | None, timeout: float | None
+    context: click.Context,
+    settings: Settings,
+    run_name: str,
+    only_plan: bool,
+    workers: int | None,
+    timeout: float | None,
 ) -> None:
     """Go on with a run that is paused or that nobody drives, and wait for its end.
 
@@ -346,8 +352,15 @@ def resume(
         views = views_of(store)
         run_id = views.find_run(run_name)
         state = views.state(run_id)
+        if only_plan and state not in RUN_FINAL:
+            from .foretold import resume_plan, show_resume
+
+            data = resume_plan(store, views, run_id)
+            Printer(settings).result("ResumePlan", data, lambda out: show_resume(out, data))
+            return
         if state in RUN_FINAL:
-            _compensate_failed(settings, store, run_id, workers)
+            if not only_plan:
+                _compensate_failed(settings, store, run_id, workers)
             raise AlreadyTerminal(
                 f"{run_id} has ended already: {state}",
                 remedy=f"`agentctl inspect {run_id}` shows what happened",
@@ -683,6 +696,11 @@ def outcome_for_people(out: Printer, views: Views, outcome: dict[str, Any]) -> N
     spent = duration(until - status["createdAt"])
     reason = f" ({_why(outcome)})" if outcome["reason"] else ""
     out.line(f"{run_id} {out.state(state)}{reason} after {spent}: {counts_text(status['taskCounts'])}")
+    if status["mode"] == "replay":
+        from .show import recorded_note
+
+        for note in recorded_note(status["lineage"] or {}):
+            out.line(f"  {note}")
     error = outcome["error"]
     failures, count = views.failures(run_id, limit=SHOWN_FAILURES)
     of_a_task = any(_same_fault(error, failure["error"]) for failure in failures)
@@ -723,6 +741,13 @@ def outcome_for_people(out: Printer, views: Views, outcome: dict[str, Any]) -> N
         over = status["budget"]["exceeded"]
         out.line(f"  budget: {over['dimension']} would be {over['attempted']}, the limit is {over['limit']}")
     hint = _next_step(run_id, status)
+    if outcome.get("compensation", {}).get("state") == "succeeded" and not status["uncertainEffects"]:
+        # A retry would reuse what is undone by now, so none is proposed.
+        made = outcome["compensation"]["runId"]
+        hint = (
+            f"`agentctl inspect {run_id}` shows what failed, `agentctl inspect {made}` what was undone; "
+            f"`agentctl fork {run_id}` does everything afresh"
+        )
     if hint:
         out.line(f"next: {hint}")
 

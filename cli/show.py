@@ -102,6 +102,16 @@ def _status_for_people(out: Printer, data: dict[str, Any], now: int) -> None:
         _more(out, data["uncertainEffectCount"] - min(len(data["uncertainEffects"]), SHOWN_WAITING))
 
 
+def recorded_note(lineage: dict[str, Any]) -> list[str]:
+    """What a replay shows, where that is not the work of a workflow."""
+    notes = {
+        "check": "what it shows is a check: nothing of it was ever executed",
+        "compensation": "what it shows is a compensation: its actions have undone those of another run",
+    }
+    note = notes.get(lineage.get("recordedMode", ""))
+    return [] if note is None else [note]
+
+
 def _origin(data: dict[str, Any]) -> list[str]:
     """Where a run comes from, and why it was made; nothing for one that was made from a file alone."""
     other = data["sourceRunId"] or data["parentRunId"]
@@ -111,6 +121,7 @@ def _origin(data: dict[str, Any]) -> list[str]:
     roots = lineage.get("roots") or []
     shown = ", ".join(clean(name) for name in roots[:5]) + (f" and {len(roots) - 5} more" if len(roots) > 5 else "")
     lines = [f"{data['mode']} of {other}" + (f", from {shown}" if roots else "")]
+    lines += recorded_note(lineage)
     if lineage.get("reason"):
         lines.append(f"because {clean(lineage['reason'])}")
     return lines

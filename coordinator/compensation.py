@@ -15,7 +15,7 @@ from typing import Any
 
 from agentctl.store.canonical import canonical, hex_digest, loads
 from agentctl.store.clock import IdSource
-from agentctl.store.compensations import MAPPING, Compensations, CompensationSource, EffectFact, TakenOver
+from agentctl.store.compensations import MAPPING, Compensations, CompensationSource, EffectFact, TakenOver, in_doubt
 from agentctl.store.engine import Store
 from agentctl.store.errors import ConflictError, RunMoved, TaskFault
 from agentctl.store.faults import Faults
@@ -146,11 +146,12 @@ def start_compensation(
     actor: str,
     faults: Faults,
     before: Callable[[dict[str, Any], Plan, str], None] | None = None,
+    base_path: str | None = None,
 ) -> tuple[CompensationPlan, str | None]:
     """Plan, and create the run if something can be undone: (plan, id of the new run or None).
 
     `before` gets the workflow, the plan and the base of paths of a run that is about to be created; what it raises
-    keeps the run from being made.
+    keeps the run from being made. `base_path` is used instead of that of the source.
 
     One durable transaction creates it, and only on what the plan was made from; two that compensate the same run at
     once make one run. With `automatic` a run is made only while somebody has to start it (`compensations.due`), and
@@ -166,7 +167,7 @@ def start_compensation(
                 compensations.give_up(run_id, blocked=len(found.blocked), actor=actor)
             return found, None
         new, workflow, inverse = _new_run(
-            found, source, plan, ids, automatic=automatic, actor=actor, chosen=tuple(tasks)
+            found, source, plan, ids, automatic=automatic, actor=actor, chosen=tuple(tasks), base_path=base_path
         )
         if before is not None:
             before(workflow, inverse, new.base_path)
@@ -309,20 +310,13 @@ def _by_task(effects: Sequence[EffectFact]) -> dict[str, list[EffectFact]]:
 
 
 def _doubt(effect: EffectFact, later: Sequence[EffectFact], whose: str) -> tuple[str, str] | None:
-    """(rule, message) when nobody knows whether an effect happened, else None.
-
-    A later attempt that has done the same thing answers for it: only what may be repeated is tried again.
-    """
-    if effect.reconciled is not None:
+    """(rule, message) when nobody knows whether an effect happened, else None."""
+    doubt = in_doubt(effect, later)
+    if doubt is None:
         return None
-    if any((o.ordinal, o.operation) == (effect.ordinal, effect.operation) and o.happened for o in later):
-        return None
-    how = f"`agentctl effects reconcile {_short(effect.effect_id)}` tells what became of it"
-    if effect.status == "uncertain":
-        return f"unreconciled_{whose}_effect", f"{effect.operation} is uncertain; {how}"
-    if effect.status == "started" or (effect.status in ("requested", "cancelled") and effect.dispatches > 0):
-        return f"unconfirmed_{whose}_effect", f"{effect.operation} was sent, and its end was never confirmed; {how}"
-    return None
+    what = "is uncertain" if doubt == "unreconciled" else "was sent, and its end was never confirmed"
+    how = f"`agentctl effects reconcile {effect.effect_id} --status applied|not-applied` says what became of it"
+    return f"{doubt}_{whose}_effect", f"{effect.operation} {what}; {how}"
 
 
 def _short(effect_id: str | None) -> str:
@@ -341,9 +335,11 @@ def _new_run(
     automatic: bool,
     actor: str,
     chosen: tuple[str, ...],
+    base_path: str | None,
 ) -> tuple[NewRun, dict[str, Any], Plan]:
     """The run of a plan, with its workflow and its compiled plan, made together, as no document is read again."""
     run = source.run
+    place = run.base_path if base_path is None else base_path
     tasks = list(_tasks(found.inverses))
     approval = plan.compensation["approval"]
     policy = {**plan.policy, "approval": approval} if approval != "policy" else plan.policy
@@ -419,12 +415,12 @@ def _new_run(
         workflow_name=name,
         workflow_digest=workflow_digest,
         plan_digest=derived.plan_digest,
-        submission_digest=hex_digest(f"{derived.plan_digest}\n{inputs_json}\n{run.base_path}"),
+        submission_digest=hex_digest(f"{derived.plan_digest}\n{inputs_json}\n{place}"),
         workflow_json=canonical(workflow),
         plan_json="".join(derived.canonical_chunks()),
         inputs_json=inputs_json,
         settings_json=canonical(settings),
-        base_path=run.base_path,
+        base_path=place,
         task_ids=order,
         max_concurrency=1,
         max_deliveries=plan.max_deliveries,

@@ -18,6 +18,7 @@ from functools import cached_property
 from typing import Any
 
 from agentctl.store.canonical import canonical, loads, text_digest
+from agentctl.store.compensations import Undoing
 from agentctl.store.derived_runs import ReusedTask, SourceEffect, SourceRun, SourceTask
 from agentctl.store.engine import RunSnapshot
 from agentctl.store.errors import AlreadyTerminal, CorruptStore, NotTerminal, TaskFault
@@ -28,7 +29,7 @@ from agentctl.store.states import REPEATABLE_IDEMPOTENCY
 from .kinds import EFFECTS, approved_steps, decision_on
 from .plan import MEMORY_WRITERS, CompiledTask, Plan
 from .plan_index import PlanIndex, contract_of
-from .recovery_plan import WORKFLOW, Block, RecoveryPlan, Verdict
+from .recovery_plan import WORKFLOW, Block, RecoveryPlan, Verdict, being_undone, do_again, find_out, unsafe_remedy
 from .scheduler import Scheduler
 from .submission import refuse_source
 
@@ -70,15 +71,20 @@ def plan_recovery(
     Raises `NotTerminal`, `AlreadyTerminal` when nothing of the source failed, and `UsageError` for a source from which
     nothing is derived. Whatever else stands in the way is a block of the plan.
     """
+    require_source(source)
+    return _Planner(source, target, inputs, wish, check_blob).plan()
+
+
+def require_source(source: SourceRun) -> None:
+    """Raise `UsageError` or `NotTerminal` for a run from which no retry or repair is derived, whatever the file is."""
     run = source.run
-    refuse_source(run)
+    refuse_source(run, loads(source.documents.settings_json))
     if run.ended_at is None:
         raise NotTerminal(
             f"{run.run_id} has not ended yet: {run.state}",
             remedy=f"wait for its end, `agentctl resume {run.run_id}` goes on with it, `cancel` ends it",
             run_id=run.run_id,
         )
-    return _Planner(source, target, inputs, wish, check_blob).plan()
 
 
 def is_unsafe(effect: SourceEffect) -> bool:
@@ -114,10 +120,11 @@ def settled_skips(source: SourceRun, needs: Mapping[str, Iterable[str]]) -> set[
 class _Fault(Exception):
     """A check that has failed."""
 
-    def __init__(self, rule: str, message: str) -> None:
+    def __init__(self, rule: str, message: str, remedy: str | None = None) -> None:
         super().__init__(message)
         self.rule = rule
         self.message = message
+        self.remedy = remedy
 
 
 class _Planner:
@@ -321,14 +328,32 @@ class _Planner:
         except _Fault as fault:
             return self.block(name, fault.rule, fault.message, full_fork=True)
         for effect in effects:
+            undoing = self.undoing(effect)
+            if undoing is not None and undoing.how in ("due", "in_progress"):
+                # What is sent again now could be undone right after it.
+                message, remedy = being_undone(effect, name, undoing)
+                return self.block(name, "unreconciled_effect", message, remedy=remedy)
             if is_unsafe(effect):
                 how = effect.reconciled or effect.status
                 message = (
                     f"effect {effect.effect_id[:12]} of {name} ({effect.operation or effect.effect_class}, idempotency "
                     f"{effect.idempotency}) is {how}: to send it again may do it twice"
                 )
-                return self.block(name, "unreconciled_effect", message)
+                remedy = unsafe_remedy(effect, name, self.source.run.run_id, self.declares_inverse(name), undoing)
+                return self.block(name, "unreconciled_effect", message, remedy=remedy)
         return None
+
+    def undoing(self, effect: SourceEffect) -> Undoing | None:
+        """Why an effect may have been undone, or soon may be, if it may: what was concluded about it is over that."""
+        if effect.reconciled in ("compensated", "not_applied"):
+            return None
+        return self.source.undoing.get(effect.effect_id)
+
+    def declares_inverse(self, name: str) -> bool:
+        """Whether the source can undo what this task has done, by its own plan."""
+        index = self.source_index
+        task = self.source.tasks[name]
+        return task.disposition == "executed" and index.tasks[index.place[name]].compensate is not None
 
     def history(self, task: SourceTask) -> list[SourceEffect]:
         """The effects of a task, also of one that was taken over. Raises `_Fault` for a bad provenance."""
@@ -411,10 +436,14 @@ class _Planner:
                 message = (
                     f"effect {effect.effect_id[:12]} of {old.task_id} is {effect.status}: nobody knows what it did"
                 )
-                raise _Fault("unresolved_reused_effect", message)
+                raise _Fault("unresolved_reused_effect", message, find_out(effect.effect_id))
             if effect.reconciled == "compensated":
                 message = f"effect {effect.effect_id[:12]} of {old.task_id} was compensated: what it did is undone"
-                raise _Fault("unresolved_reused_effect", message)
+                raise _Fault("unresolved_reused_effect", message, do_again(old, self.source.run.run_id))
+            undoing = self.undoing(effect)
+            if undoing is not None:
+                message, remedy = being_undone(effect, old.task_id, undoing)
+                raise _Fault("unresolved_reused_effect", message, remedy)
 
     def check_output(self, task: CompiledTask, old: SourceTask) -> None:
         digest = None if old.output_json is None else text_digest(old.output_json)
@@ -564,10 +593,18 @@ class _Planner:
 
     # -- blocks and verdicts ---------------------------------------------------------------------------------------
 
-    def block(self, name: str, rule: str, message: str, roots: tuple[str, ...] = (), full_fork: bool = False) -> Block:
+    def block(
+        self,
+        name: str,
+        rule: str,
+        message: str,
+        roots: tuple[str, ...] = (),
+        full_fork: bool = False,
+        remedy: str | None = None,
+    ) -> Block:
         position = self.index.place.get(name)
         target = None if position is None else self.prints[position][0]
-        return Block(name, rule, message, self.source_prints(name)[0], target, roots, full_fork)
+        return Block(name, rule, message, self.source_prints(name)[0], target, roots, full_fork, remedy)
 
     def block_reuse(self, task: CompiledTask, fault: _Fault) -> None:
         """Block a task; the roots that help are those of what it depends on, if that is blocked, else itself."""
@@ -576,7 +613,8 @@ class _Planner:
             block = self.blocked.get(self.index.tasks[before].id)
             if block is not None:
                 roots.update(dict.fromkeys(block.roots))
-        self.blocked[task.id] = self.block(task.id, fault.rule, fault.message, tuple(roots) or (task.id,))
+        wanted = tuple(roots) or (task.id,)
+        self.blocked[task.id] = self.block(task.id, fault.rule, fault.message, wanted, remedy=fault.remedy)
 
     def verdict(self, task: CompiledTask, plan: RecoveryPlan, block: Block | None) -> Verdict:
         old = self.source.tasks.get(task.id)
@@ -639,7 +677,7 @@ class _Planner:
             if what not in asked:
                 asked[what] = list(self.approved(policy, task))
             plan.approvals += [f"{task.id}:{operation}" for operation in asked[what]]
-        plan.warnings += self.warnings(fresh, open_ends)
+        plan.warnings += self.warnings(fresh, open_ends, not plan.compatible)
 
     def approved(self, policy: Policy, task: CompiledTask) -> Iterable[str]:
         """The operations of a task that a person will be asked for."""
@@ -650,8 +688,8 @@ class _Planner:
         if decision is not None and decision.needs_approval:
             yield EFFECTS[str(task.action_kind)].operation
 
-    def warnings(self, fresh: Sequence[CompiledTask], open_ends: int) -> Iterable[str]:
-        if open_ends:
+    def warnings(self, fresh: Sequence[CompiledTask], open_ends: int, blocked: bool) -> Iterable[str]:
+        if open_ends and not blocked:
             yield f"{open_ends} effects of the source began and were never confirmed; they are sent again"
         searches = [task.id for task in fresh if str(task.action_kind) in _LONG_TERM_READS]
         if searches:

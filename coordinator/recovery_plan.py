@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from agentctl.store.derived_runs import ReusedTask, SourceRun
+from agentctl.store.compensations import Undoing
+from agentctl.store.derived_runs import ReusedTask, SourceEffect, SourceRun, SourceTask
 
 from .diagnostics import Diagnostic
 from .plan import Plan
@@ -25,7 +26,8 @@ MAX_FINDINGS = 20
 class Block:
     """Why a run cannot be made: a rule of contract 9.2, and which roots would take the task into the closure.
 
-    `full_fork` says that no choice of roots helps: only a run with fresh effects throughout.
+    `full_fork` says that no choice of roots helps: only a run with fresh effects throughout. `remedy` is the next step
+    where the state of an effect decides about it.
     """
 
     task_id: str
@@ -35,6 +37,7 @@ class Block:
     target_fingerprint: str | None = None
     roots: tuple[str, ...] = ()
     full_fork: bool = False
+    remedy: str | None = None
 
     def as_json(self) -> dict[str, Any]:
         """The object of a plan."""
@@ -140,28 +143,98 @@ class RecoveryPlan:
 
     def findings(self) -> Iterator[Diagnostic]:
         """The blocks as findings of an error, at most `MAX_FINDINGS`."""
+        said: set[str | None] = set()
         for block in self.blocks[:MAX_FINDINGS]:
-            yield Diagnostic(block.rule, block.message, path=block.task_id, help=advice(block, self.mode))
+            hint = advice(block, self)
+            if hint in said:
+                hint = None  # the same step for several tasks is told once
+            said.add(hint)
+            yield Diagnostic(block.rule, block.message, path=block.task_id, help=hint)
         left = len(self.blocks) - MAX_FINDINGS
         if left > 0:
             yield Diagnostic("blocked", f"and {left} more; `--plan` shows all of them")
 
 
-def advice(block: Block, mode: str) -> str | None:
-    """What a person can do about a block."""
+def everything_again(source_id: str) -> str:
+    """The last resort."""
+    return f"`agentctl fork {source_id}` executes everything once more, with all its effects"
+
+
+def find_out(effect_id: str) -> str:
+    """The next step when nobody knows whether an effect happened."""
+    return f"find out what was done, then `agentctl effects reconcile {effect_id} --status applied|not-applied …`"
+
+
+def do_again(task: SourceTask, source_id: str) -> str:
+    """The next step for a result that is undone: only a fresh one helps."""
+    if task.disposition != "executed":
+        return f"what it did is undone, in another run than this one; {everything_again(source_id)}"
+    task_id = task.task_id
+    acknowledged = " --restart-successful" if task.state == "succeeded" else ""
+    return f"what it did is undone, so it has to be executed again: --from {task_id}{acknowledged}"
+
+
+def being_undone(effect: SourceEffect, task_id: str, undoing: Undoing) -> tuple[str, str]:
+    """(message, next step) for an effect that somebody undoes, or may have undone."""
+    what = f"effect {effect.effect_id[:12]} of {task_id}"
+    if undoing.how == "due":
+        return f"{what} is about to be undone: the compensation of {undoing.owner} is due", (
+            f"`agentctl compensate {undoing.owner}` carries that out; then plan again"
+        )
+    if undoing.how == "in_progress":
+        return f"{what} is being undone by {undoing.by}, which has not ended", (
+            f"`agentctl status {undoing.by}` shows what that waits for; plan again when it has ended"
+        )
+    if undoing.how == "undone":
+        return f"{what} was undone by {undoing.by}", f"`agentctl compensate {undoing.owner}` records that; plan again"
+    inverse = undoing.inverse or ""
+    return f"nobody knows whether {what} was undone: {inverse[:12]} of {undoing.by} is uncertain", find_out(inverse)
+
+
+def unsafe_remedy(
+    effect: SourceEffect, task_id: str, source_id: str, declares_inverse: bool, undoing: Undoing | None
+) -> str:
+    """The next step for an effect that must not be sent again as things stand."""
+    if undoing is not None:
+        return being_undone(effect, task_id, undoing)[1]
+    if effect.reconciled is None and effect.status in ("started", "uncertain"):
+        return find_out(effect.effect_id)
+    if declares_inverse:
+        undo = f"`agentctl compensate {source_id} --task {task_id}` undoes it, then plan again"
+    else:
+        undo = (
+            f"it is known to have happened: keep its result (no root at or above {task_id}), or undo it by other means "
+            f"and say so with `agentctl effects reconcile {effect.effect_id} --status compensated …`"
+        )
+    return f"{undo}; `agentctl fork {source_id}` would do everything again, this effect too"
+
+
+def advice(block: Block, plan: RecoveryPlan) -> str | None:
+    """What a person can do about a block of a plan."""
+    mode, source_id = plan.mode, plan.source.run.run_id
+    if block.remedy is not None:
+        return block.remedy
     if block.rule == "successful_root_requires_acknowledgement":
         return "add --restart-successful if it is to be executed again"
-    if block.rule in ("unreconciled_effect", "unresolved_reused_effect"):
-        return "find out what was done, then `agentctl effects reconcile ID …`; or `fork` to do everything afresh"
     if block.rule == "repair_root_missing":
-        return "`agentctl plan FILE` shows the tasks of the file, those of fan-outs by their full ids"
+        close = similar(block.task_id, plan.target.order)
+        meant = f"did you mean {' or '.join(close)}? " if close else ""
+        return f"{meant}`agentctl plan FILE` shows the tasks of the file, those of fan-outs by their full ids"
     if block.full_fork:
-        return "nothing of this run can be reused here; `agentctl fork RUN` executes everything once more"
+        return f"no choice of roots helps here; {everything_again(source_id)}"
     if block.roots and mode == "retry" and block.task_id == WORKFLOW:
-        return f"`agentctl repair FILE RUN {_options(block.roots)}` takes the changed file"
+        return f"`agentctl repair FILE {source_id} {_options(block.roots)}` takes the changed file"
     if block.roots:
         return f"take it into what is executed: {_options(block.roots)}"
     return None
+
+
+def similar(name: str, order: Sequence[str]) -> list[str]:
+    """Up to three full ids that somebody may have meant: what goes on as `name` does, else what is spelled like it."""
+    from difflib import get_close_matches
+
+    longer = [task_id for task_id in order if task_id.startswith(f"{name}-")]
+    return longer[:3] or get_close_matches(name, order[:10_000], 3)
 
 
 def _options(roots: tuple[str, ...]) -> str:

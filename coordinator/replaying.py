@@ -8,6 +8,11 @@ from agentctl.store.faults import Faults
 from agentctl.store.replays import Replays
 
 
+def verify_source(store: Store, source_id: str) -> None:
+    """Raise what a replay of this run would be refused with; nothing is written. Errors as for `replay`."""
+    Replays(store.database, store.artifacts, store.clock).verified(source_id)
+
+
 def replay(store: Store, source_id: str, ids: IdSource, *, actor: str, faults: Faults) -> str:
     """Make the replay of a run that has ended; its id. One durable transaction.
 

@@ -12,7 +12,8 @@ from agentctl.store.clock import IdSource
 from agentctl.store.engine import Store
 from agentctl.store.errors import UsageError
 from agentctl.store.faults import Faults
-from agentctl.store.records import NewRun, Run
+from agentctl.store.records import NewRun, Run, RunDocuments
+from agentctl.store.runs import origin_mode
 
 from .plan import Plan, keeps_artifacts
 from .variables import recorded_workflow
@@ -222,12 +223,10 @@ def fork(
     """Run the stored plan and documents of another run once more, from its start and with fresh effects (seed).
 
     The source may be in any state; nothing of its results is taken over. `base_path` replaces its workspace. Raises
-    `NotFoundError`, `IncompatibleVersion`, `CorruptStore` when the stored texts are not those that were stored, and
-    `UsageError` for a run that has nothing to repeat: a check, or the inverse actions of a compensation.
+    as `verified_source`.
     """
     faults = faults or Faults.from_environment()
-    run, texts = store.read_verified_documents(source_run_id)
-    refuse_source(run)
+    run, texts = verified_source(store, source_run_id)
     plan = Plan.from_json(loads(texts.plan_json))
     lineage = {"formatVersion": 1, "sourceWorkflowDigest": run.workflow_digest, "reason": reason}
     place = run.base_path if base_path is None else str(base_path)
@@ -253,11 +252,30 @@ def fork(
     return Submission(run_id, new.trace_id, "running", True)
 
 
+def verified_source(store: Store, run_id: str) -> tuple[Run, RunDocuments]:
+    """A run from which a fork may be made, with its texts; everything of it was held to its history first.
+
+    Raises `NotFoundError`, `IncompatibleVersion`, `CorruptStore` when it is not what it says, and `UsageError` for a
+    run that has nothing to repeat: a check, the inverse actions of a compensation, or a replay of one of these.
+    """
+    from agentctl.store.verification import require_sound
+
+    run, texts = store.read_verified_documents(run_id)
+    require_sound(store.database, run_id)
+    refuse_source(run, loads(texts.settings_json))
+    return run, texts
+
+
 NOTHING_TO_REPEAT = {
     "check": "is a check: it has executed nothing",
     "compensation": "is a compensation: its actions undo those of another run",
 }
 """Modes of runs from which none is derived by retry, repair or fork, and why."""
+
+_RECORDED = {
+    "check": "is the replay of a check: that has executed nothing",
+    "compensation": "is the replay of a compensation: its actions undo those of another run",
+}
 
 _INSTEAD = {
     "check": "`agentctl run FILE` executes the workflow",
@@ -265,7 +283,9 @@ _INSTEAD = {
 }
 
 
-def refuse_source(run: Run) -> None:
-    """Raise `UsageError` for a run from which none is derived by retry, repair or fork."""
-    if run.mode in NOTHING_TO_REPEAT:
-        raise UsageError(f"{run.run_id} {NOTHING_TO_REPEAT[run.mode]}", remedy=_INSTEAD[run.mode], run_id=run.run_id)
+def refuse_source(run: Run, settings: Mapping[str, Any]) -> None:
+    """Raise `UsageError` for a run from which none is derived by retry, repair or fork, or a replay of such a run."""
+    mode = origin_mode(run.mode, settings)
+    if mode in NOTHING_TO_REPEAT:
+        what = NOTHING_TO_REPEAT[mode] if mode == run.mode else _RECORDED[mode]
+        raise UsageError(f"{run.run_id} {what}", remedy=_INSTEAD[mode], run_id=run.run_id)

@@ -87,6 +87,8 @@ def read_chain(tx: Connection, run_id: str) -> list[tuple[int, str, str, int]]:
     head = tx.execute(
         "SELECT checkpoint_sequence, checkpoint_checksum FROM runs WHERE run_id = ?", (run_id,)
     ).fetchone()
-    if head is not None and (head[0], head[1]) != (len(chain), previous):
+    if head is not None and head[0] != len(chain):
         raise CorruptStore(f"the chain of {run_id} ends at checkpoint {len(chain)}, not at {head[0]} as its run says")
+    if head is not None and head[1] != previous:
+        raise CorruptStore(f"the chain of {run_id} ends with another checksum than its run says")
     return chain

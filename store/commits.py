@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from . import approvals, artifacts, audit, compensations, effects, holds, ledger, runs, task_queue
+from . import approvals, artifacts, audit, compensations, effects, holds, ledger, runs, seals, task_queue
 from .canonical import canonical, text_digest
 from .database import Connection, all_rows
 from .errors import ConflictError, RunMoved
@@ -84,6 +84,9 @@ def commit_batch(
     changes = batch.changes + [[position, to, attempt, None, code] for position, to, attempt, code in stopped]
     if changes:
         state["tasks"] = changes
+    ended = [final[9] for final in batch.finals] + [position for position, *_ in stopped]
+    if ended:
+        state["seals"] = seals.of_tasks(tx, first, ended)
     if batch.memory:
         state["memory"] = [list(item) for item in batch.memory]
     events = batch.events
@@ -93,6 +96,8 @@ def commit_batch(
         state["reason"] = batch.run_reason
         if batch.run_output_json is not None:
             state["output"] = text_digest(batch.run_output_json)
+        if batch.run_error_json is not None:
+            state["error"] = text_digest(batch.run_error_json)
         if batch.compensation_due:
             events.append(compensations.mark_due(tx, run.run_id, now=now))
     if batch.undone:

@@ -6,7 +6,7 @@ each (`settle`: one for some conclusions), which may be run again.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from hashlib import sha256
 from typing import Any
 
@@ -98,6 +98,21 @@ class CompensationSource:
     taken_over: list[TakenOver]
     earlier: list[EarlierRun]
     basis: tuple[int, int]
+
+
+@record
+class Undoing:
+    """Why an effect may not stand as it was recorded, though nothing was concluded about it yet.
+
+    `how`: `due` (an automatic compensation has to be started), `in_progress` (one may reach it any time), `doubt`
+    (nobody knows whether its inverse happened), or `undone` (its inverse happened). `by` is the compensation run, and
+    `inverse` the inverse effect, where there is one.
+    """
+
+    owner: str
+    how: str
+    by: str | None = None
+    inverse: str | None = None
 
 
 class Compensations:
@@ -249,6 +264,69 @@ def in_progress(tx: Connection, source_id: str) -> str | None:
         (source_id,),
     ).fetchone()
     return row[0] if row else None
+
+
+def undoing(tx: Connection, owners: Iterable[str]) -> dict[str, Undoing]:
+    """The effects of these runs that are being undone, or may have been; what is concluded already may be among them.
+
+    Runs that are not there any more have none. Raises `IncompatibleVersion`.
+    """
+    found: dict[str, Undoing] = {}
+    for owner in owners:
+        if tx.execute("SELECT 1 FROM compensations_due WHERE run_id = ?", (owner,)).fetchone() is not None:
+            for effect in (item for item in _effects(tx, runs.get(tx, owner)) if item.happened):
+                found[effect.effect_id] = Undoing(owner, "due")
+        for earlier in _earlier(tx, owner):
+            for effect_id, what in _undoing_of(owner, earlier):
+                found[effect_id] = what
+    return found
+
+
+def _undoing_of(owner: str, earlier: EarlierRun) -> Iterator[tuple[str, Undoing]]:
+    if not earlier.ended:
+        for effect_ids in earlier.mapping.values():
+            for effect_id in effect_ids:
+                yield effect_id, Undoing(owner, "in_progress", earlier.run_id)
+        return
+    by_task: dict[str, list[EffectFact]] = {}
+    for effect in earlier.effects:
+        by_task.setdefault(effect.task_id, []).append(effect)
+    for task_id, effects in by_task.items():
+        for place, effect in enumerate(effects):
+            how = "undone" if effect.happened else "doubt"
+            if effect.happened or in_doubt(effect, effects[place + 1 :]) is not None:
+                for effect_id in earlier.mapping.get(task_id, ()):
+                    yield effect_id, Undoing(owner, how, earlier.run_id, effect.effect_id)
+
+
+def in_doubt(effect: EffectFact, later: Sequence[EffectFact]) -> str | None:
+    """`unreconciled` or `unconfirmed` when nobody knows whether an effect happened, else None.
+
+    A later attempt that has done the same thing answers for it: only what may be repeated is tried again.
+    """
+    if effect.reconciled is not None:
+        return None
+    if any((o.ordinal, o.operation) == (effect.ordinal, effect.operation) and o.happened for o in later):
+        return None
+    if effect.status == "uncertain":
+        return "unreconciled"
+    if effect.status == "started" or (effect.status in ("requested", "cancelled") and effect.dispatches > 0):
+        return "unconfirmed"
+    return None
+
+
+def conclude_inverse(tx: Connection, effect_id: str, *, now: int) -> None:
+    """Somebody has found out that an effect happened: if it is an inverse one, what it undid is `compensated`."""
+    row = tx.execute(
+        "SELECT e.run_id, e.task_id, r.source_run_id, r.mode FROM effects e JOIN runs r USING (run_id) "
+        "WHERE e.effect_id = ? AND e.effect_class NOT IN ('pure', 'observe', 'model')",
+        (effect_id,),
+    ).fetchone()
+    if row is None or row[3] != "compensation":
+        return
+    mapping = loads(runs.documents(tx, row[0]).inputs_json)[MAPPING]
+    for undone in mapping.get(row[1], {}).get("sourceEffectIds", ()):
+        _conclude(tx, row[0], row[2] or "", row[1], effect_id, undone, now)
 
 
 def conclude_batch(tx: Connection, run: Run, undone: Sequence[tuple[int, Sequence[str]]], *, now: int) -> None:

@@ -9,11 +9,12 @@ on the source afterwards. Every function takes the open transaction.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
-from . import audit, runs
+from . import audit, compensations, runs, seals
 from .canonical import canonical, text_digest
+from .compensations import Undoing
 from .database import Connection, all_rows
 from .errors import ConflictError, CorruptStore, NotFoundError
 from .faults import Faults
@@ -89,7 +90,8 @@ class SourceRun:
     `effects` are by task, oldest first. `earlier` are conclusions (or None) about effects of other runs, by effect: of
     those that tasks depend on which were reused before. `memory` are the values that each position has written to
     working memory, as the chain tells; `references` are (path, digest, size) of the artifacts of each task. `continued`
-    are calls by the tasks that have ended without their result.
+    are calls by the tasks that have ended without their result. `undoing` are effects, by id, that a compensation of
+    this run or of an earlier one may undo or have undone.
     """
 
     run: Run
@@ -101,6 +103,7 @@ class SourceRun:
     memory: dict[int, dict[str, str | None]]
     references: dict[str, list[tuple[str, str, int]]]
     continued: dict[str, ContinuedCall]
+    undoing: dict[str, Undoing]
 
 
 @record
@@ -156,16 +159,18 @@ def read_source(tx: Connection, run_id: str) -> SourceRun:
     effects: dict[str, list[SourceEffect]] = {}
     for effect in _effects(tx, run):
         effects.setdefault(effect.task_id, []).append(effect)
+    earlier, owners = _earlier(tx, tasks.values())
     return SourceRun(
         run,
         documents,
         _head(tx, run_id),
         tasks,
         effects,
-        _earlier(tx, tasks.values()),
+        earlier,
         memory,
         references,
         dict(_continued(tx, run, told["results"])),
+        compensations.undoing(tx, [run_id, *sorted(owners - {run_id})]),
     )
 
 
@@ -259,20 +264,26 @@ def _continued(tx: Connection, run: Run, told: dict[str, str]) -> Iterator[tuple
         yield task_id, ContinuedCall(effect_id, result, told.get(effect_id))
 
 
-def _earlier(tx: Connection, tasks: Any) -> dict[str, str | None]:
-    """What was concluded about the effects that reused tasks of the source go back to, as far as they are kept."""
-    wanted = [effect for task in tasks for effect in _named(task.reuse_decision_json)]
+def _earlier(tx: Connection, tasks: Iterable[SourceTask]) -> tuple[dict[str, str | None], set[str]]:
+    """What was concluded about the effects that reused tasks of the source go back to, and whose effects they are.
+
+    A run whose effects were compensated is kept as long as others have reused them (see `retention`), so whatever is
+    not there any more was not undone.
+    """
+    return _concluded(tx, [effect for task in tasks for effect in _named(task.reuse_decision_json)])
+
+
+def _concluded(tx: Connection, wanted: Sequence[str]) -> tuple[dict[str, str | None], set[str]]:
     if not wanted:
-        return {}
-    return dict(
-        all_rows(
-            tx.execute(
-                f"SELECT e.effect_id, {_CONCLUSION} FROM effects e "  # noqa: S608
-                "WHERE e.effect_id IN (SELECT value FROM json_each(?))",
-                (json.dumps(wanted),),
-            )
+        return {}, set()
+    rows = all_rows(
+        tx.execute(
+            f"SELECT e.effect_id, {_CONCLUSION}, e.run_id FROM effects e "  # noqa: S608
+            "WHERE e.effect_id IN (SELECT value FROM json_each(?))",
+            (json.dumps(wanted),),
         )
     )
+    return {effect_id: said for effect_id, said, _ in rows}, {owner for _, _, owner in rows}
 
 
 def _named(text: str | None) -> list[str]:
@@ -311,6 +322,7 @@ def create(
             remedy="plan it again: the same command does",
             run_id=source.run_id,
         )
+    _require_standing(tx, new.mode, source.run_id, reused)
     first = runs.insert(tx, new, now=now)
     _take_over(tx, new, source, first, reused, now)
     faults.reach("during_derived_run")
@@ -327,7 +339,7 @@ def create(
     events = [Event(f"{new.mode}.created", None, canonical({**runs.creation(new), "reused": len(reused)}))]
     events += [Event(f"{new.mode}.task_reused", item.source.task_id, _told(item, source.run_id)) for item in reused]
     audit.append(tx, new.run_id, events, actor=new.actor, now=now)
-    state = runs.first_state(new, digests)
+    state = runs.first_state(tx, new, digests)
     state["tasks"] = [
         [task.position, task.source.state, 0, task.source.output_digest, _code(source.run_id, task.source)]
         for task in reused
@@ -336,7 +348,26 @@ def create(
         state["memory"] = [list(item) for item in memory]
     if manifests:
         state["artifacts"] = manifests
+    if reused:
+        state["seals"] = seals.of_tasks(tx, first, [task.position for task in reused])
     audit.append_checkpoint(tx, new.run_id, canonical(state), now=now)
+
+
+def _require_standing(tx: Connection, mode: str, source_id: str, reused: Sequence[ReusedTask]) -> None:
+    """Raise `ConflictError` when an effect behind a reused task was undone since it was planned, or may be.
+
+    The head of the source tells nothing of the runs from which it has taken over results itself.
+    """
+    wanted = [effect for task in reused for effect in _named(task.decision_json)]
+    said, owners = _concluded(tx, wanted)
+    undone = compensations.undoing(tx, sorted(owners))
+    for effect_id in wanted:
+        if said.get(effect_id) == "compensated" or effect_id in undone:
+            raise ConflictError(
+                f"effect {effect_id[:12]} may have been undone since the {mode} was planned; nothing was created",
+                remedy="plan it again: the same command does",
+                run_id=source_id,
+            )
 
 
 def _take_over(tx: Connection, new: NewRun, source: Run, first: int, reused: Sequence[ReusedTask], now: int) -> None:

@@ -6,7 +6,7 @@ may have happened. A final status never changes; the database refuses it.
 
 from __future__ import annotations
 
-from . import approvals, conversations, holds, ledger, long_term, protocols, reconciliations
+from . import approvals, conversations, holds, ledger, long_term, protocols, reconciliations, seals
 from .canonical import canonical
 from .database import Connection, all_rows
 from .errors import ConflictError, IncompatibleVersion, LeaseLost
@@ -83,7 +83,7 @@ def start(
     if request.approval is not None:
         if not existing:
             _insert(tx, fence, request, run_id, task_id, number, trace_id, "waiting_for_approval", now)
-            events.append(_requested(request, task_id))
+            events.append(_requested(request, task_id, trace_id, now))
             answer = approvals.ask(tx, fence, request, run_id, task_id, trace_id, events, now=now)
             return answer, run_id, events
         approvals.require(tx, request, run_id)
@@ -96,12 +96,12 @@ def start(
             return AttemptHeld("budget"), run_id, events
         if not existing:
             _insert(tx, fence, request, run_id, task_id, number, trace_id, "requested", now)
-            events.append(_requested(request, task_id))
+            events.append(_requested(request, task_id, trace_id, now))
         events.append(ledger.record_exceeded(tx, run_id, task_id, denied, "budget.exceeded", now=now))
         return StartRefused("budget", denied), run_id, events
     if not existing:
         _insert(tx, fence, request, run_id, task_id, number, trace_id, "started", now)
-        events.append(_requested(request, task_id))
+        events.append(_requested(request, task_id, trace_id, now))
     else:
         tx.execute(
             "UPDATE effects SET status = 'started', dispatches = ?, started_at = ? WHERE effect_id = ?",
@@ -154,12 +154,13 @@ def _insert(
     )
 
 
-def _requested(request: EffectRequest, task_id: str) -> Event:
+def _requested(request: EffectRequest, task_id: str, trace_id: str, now: int) -> Event:
+    said = seals.seal((request.effect_class, request.risk, request.idempotency, request.expected_json, trace_id, now))
     return Event(
         "effect.requested",
         task_id,
         f'{{"effectId":"{request.effect_id}","inputDigest":"{request.input_digest}",'
-        f'"operation":{canonical(request.operation)}}}',
+        f'"operation":{canonical(request.operation)},"seal":"{said}"}}',
     )
 
 
@@ -213,7 +214,8 @@ def end(
         long_term.put(tx, finish.memory, now=now)
     if finish.session is not None and finish.status == "succeeded":
         conversations.put_session(tx, run_id, task_id, finish.effect_id, finish.session, now=now)
-    events.append(Event("effect." + finish.status, task_id, f'{{"effectId":"{finish.effect_id}"}}'))
+    said = seals.seal((finish.result_json, finish.error_json, finish.notes_json, now))
+    events.append(Event("effect." + finish.status, task_id, f'{{"effectId":"{finish.effect_id}","seal":"{said}"}}'))
     if finish.status != "uncertain" and (finish.reserved or finish.usage):
         return ledger.settle(tx, run_id, task_id, finish.effect_id, finish.dispatch, finish.usage, events, now=now)
     return None
@@ -247,20 +249,18 @@ def mark_uncertain(tx: Connection, effect_id: str, task_id: str, *, reason: str,
 
     `holder` names a process that may still be carrying it out, since it could not be ended (architecture 4).
     """
+    error = canonical({"code": "uncertain_effect", "message": reason, "retryable": False})
+    notes = None if holder is None else canonical({"holderMayLive": holder})
     row = tx.execute(
         "UPDATE effects SET status = 'uncertain', completed_at = ?, error_json = ?, notes_json = ? "
         "WHERE effect_id = ? AND status = 'started' RETURNING run_id, operation",
-        (
-            now,
-            canonical({"code": "uncertain_effect", "message": reason, "retryable": False}),
-            None if holder is None else canonical({"holderMayLive": holder}),
-            effect_id,
-        ),
+        (now, error, notes, effect_id),
     ).fetchone()
     if row is None:
         raise ConflictError(f"effect {effect_id} is not started")
     conversations.end_call(tx, row[0], effect_id, row[1], "uncertain", None, now=now)
-    return Event("effect.uncertain", task_id, canonical({"effectId": effect_id, "reason": reason}))
+    said = seals.seal((None, error, notes, now))
+    return Event("effect.uncertain", task_id, canonical({"effectId": effect_id, "reason": reason, "seal": said}))
 
 
 def supersede(tx: Connection, run_id: str, effect_ids: list[str], events: list[Event], *, now: int) -> None:
@@ -273,6 +273,7 @@ def supersede(tx: Connection, run_id: str, effect_ids: list[str], events: list[E
             "UPDATE effects SET superseded = 1 WHERE effect_id = ? RETURNING task_id, dispatches", (effect_id,)
         ).fetchone()
         if row is not None:
+            events.append(Event("effect.superseded", row[0], f'{{"effectId":"{effect_id}"}}'))
             ledger.charge_lost(tx, run_id, row[0], effect_id, row[1], events, now=now)
 
 

@@ -19,6 +19,7 @@ from . import (
     approvals,
     audit,
     commits,
+    compensations,
     conversations,
     effects,
     holds,
@@ -293,7 +294,10 @@ class Store:
     def reconcile(self, new: NewReconciliation) -> str:
         """Append a conclusion about an effect (see `reconciliations.reconcile`); the run's id. Durable."""
         with self.database.write(durable=True) as tx:
-            run_id, driver = reconciliations.reconcile(tx, new, now=self.clock.now())
+            now = self.clock.now()
+            run_id, driver = reconciliations.reconcile(tx, new, now=now)
+            if new.status == "applied":
+                compensations.conclude_inverse(tx, new.effect_id, now=now)
         self._wake_those_who_drive(driver)
         return run_id
 

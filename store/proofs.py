@@ -9,7 +9,7 @@ import json
 from collections.abc import Iterator
 from typing import Any
 
-from . import protocols, runs
+from . import protocols, runs, seals
 from .answers import MAX_UNITS
 from .canonical import canonical, effect_id, hex_digest, text_digest
 from .database import Connection, all_rows
@@ -172,6 +172,8 @@ class _Told:
         self.decisions: dict[str, str] = {}
         self.requests: dict[str, tuple[Any, Any]] = {}
         self.effects: dict[str, str] = {}
+        self.seals: dict[str, list[str | None]] = {}
+        self.superseded: set[str] = set()
         self.reservations: dict[tuple[str, int], tuple[str, dict[str, int]]] = {}
         self.remote: dict[tuple[str, str], list[Any]] = {}
 
@@ -186,11 +188,17 @@ class _Told:
             self.decisions[task_id] = str(payload.get("decisionDigest"))
         elif kind == "run.state":
             self.run = str(payload.get("to"))
+        elif kind == "effect.superseded":
+            self.superseded.add(str(payload.get("effectId")))
         elif kind.startswith("effect.") and kind != "effect.reconciled":
             effect = str(payload.get("effectId"))
             self.effects[effect] = kind.removeprefix("effect.")
+            known = self.seals.setdefault(effect, [None, None])
             if "inputDigest" in payload:
                 self.requests[effect] = (payload["inputDigest"], payload.get("operation"))
+                known[0] = payload.get("seal")
+            elif "seal" in payload:
+                known[1] = payload["seal"]
         elif kind == "protocol.call":
             self.remote["call", str(payload.get("effectId"))] = [payload.get("status"), payload.get("stateDigest")]
         elif kind == "protocol.session":
@@ -205,6 +213,8 @@ class _Told:
         """Where the tables say something else."""
         if self.run != run.state:
             yield f"the run is {run.state}, its audit trail says {self.run}"
+        if self.created.get("mode", run.mode) != run.mode:
+            yield f"the audit trail tells of the creation of a run of mode {self.created['mode']}"
         head = (self.created.get("workflowDigest"), self.created.get("planDigest"), self.created.get("tasks"))
         if head != (run.workflow_digest, run.plan_digest, run.task_count):
             yield "the audit trail tells of the creation of another run"
@@ -252,8 +262,10 @@ class _Told:
             yield f"the audit trail tells that task {min(self.decisions)} was reused, which was not"
 
     def _effects_against(self, tx: Connection, run: Run, span: tuple[int, int]) -> Iterator[str]:
-        for effect, status, digest, operation in tx.execute(
-            "SELECT e.effect_id, e.status, e.input_digest, e.operation FROM attempts a "
+        columns = ", ".join(f"e.{name}" for name in (*seals.REQUEST, *seals.END))
+        split = len(seals.REQUEST)
+        for effect, status, digest, operation, superseded, *rest in tx.execute(
+            f"SELECT e.effect_id, e.status, e.input_digest, e.operation, e.superseded, {columns} FROM attempts a "  # noqa: S608
             "JOIN effects e ON e.attempt_id = a.attempt_id WHERE a.task_no BETWEEN ? AND ? AND a.run_id = ?",
             (*span, run.run_id),
         ):
@@ -263,5 +275,14 @@ class _Told:
                 yield f"effect {effect[:12]} is {status}, the audit trail says something else"
             if self.requests.get(effect) != (digest, operation):
                 yield f"the audit trail tells of another request of effect {effect[:12]}"
+            asked, ended_with = self.seals.get(effect, (None, None))
+            if asked is None:
+                continue  # of an earlier version, which sealed nothing
+            if seals.seal(rest[:split]) != asked:
+                yield f"effect {effect[:12]} is not what it was when it was requested"
+            if ended_with is not None and seals.seal(rest[split:]) != ended_with:
+                yield f"effect {effect[:12]} is not what it was when it ended"
+            if bool(superseded) != (effect in self.superseded):
+                yield f"the audit trail does not tell whether effect {effect[:12]} was superseded"
         if self.effects:
             yield f"the audit trail tells of an effect {min(self.effects)[:12]}, which is not there"

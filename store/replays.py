@@ -10,7 +10,7 @@ import json
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from . import audit, protocols, runs, verification
+from . import audit, protocols, runs, seals, verification
 from .artifacts import Artifacts
 from .canonical import canonical, text_digest
 from .clock import Clock
@@ -44,14 +44,18 @@ class Replays:
         Raises `NotFoundError`, `NotTerminal`, `IncompatibleVersion`, `CorruptStore`; then there is no new row.
         """
         for _ in range(TRIES):
-            seen = self._verified(source_id)
+            seen = self.verified(source_id)
             with self._database.write(durable=True) as tx:
                 if _seen(tx, source_id) == seen:
                     _create(tx, runs.get(tx, source_id), run_id, trace_id, actor=actor, now=self._clock.now())
                     return
         raise RunMoved(f"{source_id} changes all the time", remedy="try again later", run_id=source_id)
 
-    def _verified(self, source_id: str) -> tuple[int, int]:
+    def verified(self, source_id: str) -> tuple[int, int]:
+        """Hold a run that has ended to everything that is recorded of it; how far its history goes. Writes nothing.
+
+        Raises as `create`.
+        """
         with self._database.read() as tx:
             run = runs.get(tx, source_id)
             if run.ended_at is None:
@@ -92,7 +96,14 @@ def _seen(tx: Connection, run_id: str) -> tuple[int, int]:
 
 def _create(tx: Connection, source: Run, run_id: str, trace_id: str, *, actor: str, now: int) -> None:
     first = int((tx.execute("SELECT MAX(task_no) FROM tasks").fetchone() or (0,))[0] or 0) + 1
-    lineage = canonical({"formatVersion": 1, "sourceWorkflowDigest": source.workflow_digest, "recorded": True})
+    lineage = canonical(
+        {
+            "formatVersion": 1,
+            "sourceWorkflowDigest": source.workflow_digest,
+            "recorded": True,
+            "recordedMode": _recorded_mode(tx, source),
+        }
+    )
     # A deadline is for what goes on; the source's own may be over.
     tx.execute(
         "INSERT INTO runs (run_id, runtime_state_version, plan_format_version, workflow_name, workflow_digest, "
@@ -156,6 +167,14 @@ def _create(tx: Connection, source: Run, run_id: str, trace_id: str, *, actor: s
         audit.append_checkpoint(tx, run_id, canonical(state), now=now)
 
 
+def _recorded_mode(tx: Connection, source: Run) -> str:
+    """The mode of the run that has really done what the replay shows."""
+    row = tx.execute("SELECT lineage_json FROM runs WHERE run_id = ?", (source.run_id,)).fetchone()
+    lineage = json.loads(row[0]) if row is not None and row[0] else {}
+    settings = json.loads(runs.documents(tx, source.run_id).settings_json)
+    return str(lineage.get("recordedMode") or runs.origin_mode(source.mode, settings))
+
+
 def _events(tx: Connection, source: Run, lineage: str, rows: Sequence[tuple[Any, ...]]) -> Iterator[Event]:
     created = {
         "workflow": source.workflow_name,
@@ -211,6 +230,7 @@ def _checkpoints(
         "documents": runs.document_digests(
             texts.workflow_json, texts.plan_json, texts.inputs_json, texts.settings_json
         ),
+        "row": seals.of_run(tx, run_id),
     }
     told = [[position, state, attempt, digest, code] for position, _, state, attempt, digest, code, _, _ in rows]
     last: dict[str, object] = {"state": source.state, "reason": source.reason}
@@ -225,7 +245,11 @@ def _checkpoints(
     output = runs.output(tx, run_id)
     if output is not None:
         last["output"] = text_digest(output)
+    if source.error_json is not None:
+        last["error"] = text_digest(source.error_json)
     size = TASKS_OF_A_CHECKPOINT
+    first = runs.get(tx, run_id).first_task
     for at in range(0, len(told), size):
-        some: dict[str, object] = {"tasks": told[at : at + size]}
+        places = [row[0] for row in rows[at : at + size]]
+        some: dict[str, object] = {"tasks": told[at : at + size], "seals": seals.of_tasks(tx, first, places)}
         yield {**some, **last} if at + size >= len(told) else some

@@ -1,7 +1,8 @@
 """How long runs are kept: removing old ones with everything that belongs to them, and giving the space back.
 
 Only runs that have ended go, one transaction each, and never one that somebody still needs: one with an effect that
-nobody has reconciled, or the source of a run that goes on. Their artifacts are collected afterwards.
+nobody has reconciled, the source of a run that goes on, or one whose compensation others have to know of. Their
+artifacts are collected afterwards.
 """
 
 from __future__ import annotations
@@ -28,7 +29,23 @@ _NEEDED = (
     "THEN 'uncertain_effect' "
     "WHEN EXISTS (SELECT 1 FROM runs o WHERE o.ended_at IS NULL AND (o.source_run_id = r.run_id "
     "OR o.parent_run_id = r.run_id)) THEN 'source_of_a_live_run' "
-    "WHEN EXISTS (SELECT 1 FROM compensations_due d WHERE d.run_id = r.run_id) THEN 'compensation_due' END"
+    "WHEN EXISTS (SELECT 1 FROM compensations_due d WHERE d.run_id = r.run_id) THEN 'compensation_due' "
+    "WHEN EXISTS (SELECT 1 FROM runs o "
+    "JOIN attempts a ON a.task_no BETWEEN o.first_task AND o.first_task + o.task_count - 1 "
+    "JOIN effects e ON e.attempt_id = a.attempt_id WHERE o.mode = 'compensation' AND o.run_id IN "
+    "(SELECT r.run_id UNION ALL SELECT s.run_id FROM runs s WHERE s.source_run_id = r.run_id) "
+    # Nobody knows whether such an inverse effect happened (compare `compensations.in_doubt`).
+    "AND (e.status IN ('started', 'uncertain') OR (e.status IN ('requested', 'cancelled') AND e.dispatches > 0)) "
+    "AND NOT EXISTS (SELECT 1 FROM effect_reconciliations c WHERE c.effect_id = e.effect_id)) "
+    "THEN 'compensation_uncertain' "
+    # Whoever takes over such a result once more has to see that it was undone.
+    "WHEN EXISTS (SELECT 1 FROM effect_reconciliations c WHERE c.run_id = r.run_id AND c.status = 'compensated') "
+    "AND EXISTS (SELECT 1 FROM runs o JOIN tasks t ON t.run_id = o.run_id AND t.disposition = 'reused' "
+    "JOIN json_each(CASE WHEN json_valid(t.reuse_decision_json) THEN t.reuse_decision_json ELSE '{}' END, "
+    "'$.sourceEffects') j "
+    "WHERE o.mode IN ('retry', 'repair') AND o.run_id <> r.run_id AND json_extract(j.value, '$.effectId') IN "
+    "(SELECT c.effect_id FROM effect_reconciliations c WHERE c.run_id = r.run_id AND c.status = 'compensated')) "
+    "THEN 'compensated_and_reused' END"
 )
 """Why a run that has ended stays all the same, or NULL."""
 

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
+from typing import Any
 
-from . import audit
+from . import audit, seals
 from .canonical import canonical, text_digest
 from .clock import LAST_INSTANT
 from .database import Connection
@@ -60,7 +62,7 @@ def create_run(tx: Connection, new: NewRun, digests: dict[str, str], *, now: int
             return row[0], False
     insert(tx, new, now=now)
     audit.append(tx, new.run_id, [Event("run.created", None, canonical(creation(new)))], actor=new.actor, now=now)
-    audit.append_checkpoint(tx, new.run_id, canonical(first_state(new, digests)), now=now)
+    audit.append_checkpoint(tx, new.run_id, canonical(first_state(tx, new, digests)), now=now)
     return new.run_id, True
 
 
@@ -77,14 +79,15 @@ def creation(new: NewRun) -> dict[str, object]:
     return payload | {name: value for name, value in origin.items() if value is not None}
 
 
-def first_state(new: NewRun, digests: dict[str, str]) -> dict[str, object]:
-    """What the first checkpoint of a run tells, when all of its tasks are pending."""
+def first_state(tx: Connection, new: NewRun, digests: dict[str, str]) -> dict[str, object]:
+    """What the first checkpoint of a run tells, when all of its tasks are pending; its rows are there already."""
     return {
         "runId": new.run_id,
         "state": "running",
         "created": len(new.task_ids),
         "workingMemory": new.memory,
         "documents": digests,
+        "row": seals.of_run(tx, new.run_id),
     }
 
 
@@ -162,6 +165,19 @@ def document_digests(workflow: str, plan: str, inputs: str, settings: str) -> di
     """What the first checkpoint says of the texts of a run: once it is part of the chain, none of them can change."""
     texts = {"workflow": workflow, "plan": plan, "inputs": inputs, "settings": settings}
     return {name: text_digest(text) for name, text in texts.items()}
+
+
+def origin_mode(mode: str, settings: Mapping[str, Any]) -> str:
+    """The mode of what a run is made of: its own one, or that of the run which a replay (of a replay, …) recorded.
+
+    A replay copies the settings, so this is known when the recorded run is gone.
+    """
+    if mode != "replay":
+        return mode
+    if settings.get("check"):
+        return "check"
+    # Only the run of a compensation carries out its actions whatever they find (contract 5.7).
+    return "compensation" if settings.get("forceEffect") else "execute"
 
 
 def put_in_turn(tx: Connection, run_id: str, priority: int) -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from . import audit, proofs, runs
+from . import audit, proofs, runs, seals
 from .artifacts import Artifacts
 from .canonical import text_digest
 from .database import Connection, Database, all_rows
@@ -96,6 +96,7 @@ def _run_problems(tx: Connection, run_id: str) -> list[str]:
         problems.append("the chain tells something else of its cancellation")
     if told["memory"] != [list(row) for row in runs.memory_rows(tx, run_id)]:
         problems.append("the chain tells of another working memory")
+    problems += _row_problems(tx, run, told)
     problems += _task_problems(tx, run, told)
     problems += _artifact_problems(tx, run, told["artifacts"])
     problems += _conclusion_problems(tx, run_id, told)
@@ -117,6 +118,7 @@ def rebuild(chain: list[str]) -> dict[str, Any]:
     told: dict[str, Any] = {"state": first["state"], "reason": None, "cancel": False, "artifacts": {}}
     # Chains of earlier versions tell nothing of documents and of the output.
     told |= {"output": None, "ended": False, "conclusions": {}, "results": {}}
+    told |= {"row": first.get("row"), "error": None, "seals": {}}
     for number, change in enumerate(map(json.loads, chain)):
         # A run that was made from another one begins with what it has taken over.
         for position, *values in change.get("tasks", ()):
@@ -125,13 +127,29 @@ def rebuild(chain: list[str]) -> dict[str, Any]:
         told["artifacts"].update(dict(change.get("artifacts", ())))
         told["conclusions"].update(change.get("reconciliations", {}))
         told["results"].update(change.get("results", {}))
+        told["seals"].update(dict(change.get("seals", ())))
         if "state" in change and number:
             told["state"], told["reason"] = change["state"], change.get("reason")
             told["output"] = change.get("output")
+            told["error"] = change.get("error")
             told["ended"] = "documents" in first and change["state"] in RUN_FINAL
         told["cancel"] = told["cancel"] or change.get("cancellationRequested", False)
     memory.sort(key=lambda item: (item[0], item[1]))
     return {**told, "tasks": tasks, "memory": memory}
+
+
+def _row_problems(tx: Connection, run: Run, told: dict[str, Any]) -> list[str]:
+    """What the row of the run and those of its ended tasks say besides states and outputs (see `seals`)."""
+    problems = []
+    if told["row"] is not None:
+        if seals.of_run(tx, run.run_id) != told["row"]:
+            problems.append("the row of the run is not the one that it was created with")
+        if told["ended"] and told["error"] != (None if run.error_json is None else text_digest(run.error_json)):
+            problems.append("the error of the run is not the one that its chain tells of")
+    return problems + [
+        f"the record of task {name} is not the one with which it has ended"
+        for name in seals.broken_tasks(tx, run.first_task, told["seals"])
+    ]
 
 
 def _task_problems(tx: Connection, run: Run, told: dict[str, Any]) -> list[str]:

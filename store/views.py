@@ -132,13 +132,14 @@ class Views:
         with self._database.read() as tx:
             run = runs.get(tx, run_id)
             reused, executed = [], []
-            for task_id, disposition, attempt in tx.execute(
-                "SELECT task_id, disposition, attempt FROM tasks WHERE task_no BETWEEN ? AND ? ORDER BY task_no",
+            for task_id, disposition, attempt, state in tx.execute(
+                "SELECT task_id, disposition, attempt, state FROM tasks WHERE task_no BETWEEN ? AND ? ORDER BY task_no",
                 _span(run),
             ):
                 if disposition == "reused":
                     reused.append(task_id)
-                elif attempt > 0:
+                # What waits for a person has an attempt, and has not been executed yet.
+                elif attempt > 0 and state in TASK_FINAL:
                     executed.append(task_id)
             lineage = _lineage(tx, run_id) or {}
             data: dict[str, Any] = {

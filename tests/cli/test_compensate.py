@@ -59,6 +59,9 @@ def test_everything_is_undone_in_reverse_order_and_once(field: Field, undo: Undo
         "reason": None,
         "compensatedTasks": ["c", "b", "a"],
         "failedTasks": [],
+        "failures": [],
+        "uncertainEffects": [],
+        "pendingApprovals": [],
         "blocked": [],
         "elsewhere": [],
     }

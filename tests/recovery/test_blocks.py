@@ -213,10 +213,12 @@ def test_an_effect_that_nobody_knows_of(copy: tuple[Place, str]) -> None:
     place.forge("UPDATE effects SET status = 'uncertain', confirmed = 0 WHERE run_id = ? AND task_id = 'once'", run_id)
     plan = place.plan("retry", "rich.yaml", run_id, "--failed", compatible=False)
     assert blocks(plan)["once"] == "unresolved_reused_effect"
-    # One that was superseded blocks nothing, neither where it is reused nor where it is repeated.
+    # One that was superseded blocks nothing, neither where it is reused nor where it is repeated; but that is part of
+    # the history, which does not tell of this one.
     place.forge("UPDATE effects SET superseded = 1 WHERE run_id = ? AND task_id = 'once'", run_id)
-    place.plan("retry", "rich.yaml", run_id, "--failed")
-    place.plan("repair", "rich.yaml", run_id, "--from", "once", "--restart-successful")
+    for verb, *options in (["retry", "--failed"], ["repair", "--from", "once", "--restart-successful"]):
+        result = place.refused(verb, "rich.yaml", run_id, *options)
+        assert (result.code, result.error["code"]) == (5, "corrupt"), result.err
 
 
 @pytest.mark.parametrize("damage", ["empty", "no JSON", "missing", "a status"])

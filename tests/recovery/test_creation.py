@@ -16,6 +16,7 @@ from agentctl.store.derived_runs import SourceEffect
 from agentctl.store.engine import Store
 from agentctl.store.errors import ConflictError, NotFoundError
 from agentctl.store.faults import Faults
+from agentctl.store.verification import require_sound
 from support.clock import FixedIds, ManualClock
 from support.constructs import Program, write_program
 from support.play import Play, compiled
@@ -182,6 +183,7 @@ def test_planning_ten_thousand_tasks_is_quick(place: Place) -> None:
             wish = Wish(mode, () if mode == "retry" else ("last",), failed_only=mode == "retry")
             plan = plan_recovery(source, target, inputs, wish, store.artifacts.blobs.check)
             text = json.dumps(plan.as_json())
+            require_sound(store.database, source_id)
             spent = time.process_time() - began
             print(f"{mode}: planned {count} tasks in {spent:.2f} s")  # noqa: T201
             assert spent < 3 * time_factor()

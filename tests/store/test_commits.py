@@ -295,6 +295,7 @@ def test_the_chain_tells_what_the_tables_tell(store: Store, driver: Driver) -> N
     first = json.loads(chain[0])
     empty = "sha256:v1:44136fa355b3678a1146ad16f7e8649e94fb4fc21fe77e8310c060f61caaff8a"
     assert first.pop("documents") == dict.fromkeys(("workflow", "plan", "inputs", "settings"), empty)
+    assert len(first.pop("row")) == 64
     assert first == {"created": 5, "runId": "run-1", "state": "running", "workingMemory": {"k": '"initial"'}}
     told = rebuild(chain)
     assert [task[0] for task in told["tasks"]] == ["ready", "cancelled", "cancelled", "cancelled", "succeeded"]

@@ -1,0 +1,142 @@
+"""`--plan` of the verbs that decide little: what a fork, a replay or a resume would do. Nothing is changed.
+
+Each plan is a dictionary for programs, and has a function that shows it to people.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from agentctl.store.states import REPEATABLE_IDEMPOTENCY, TASK_FINAL
+
+from .render import Printer, clean, counted, counts_text
+
+if TYPE_CHECKING:
+    from agentctl.coordinator.plan import Plan
+    from agentctl.store.engine import Store
+    from agentctl.store.records import Run
+    from agentctl.store.views import Views
+
+SHOWN = 60
+"""How many tasks a plan lists for people; JSON has all."""
+
+HARMLESS = frozenset({"pure", "internal_state", "observe", "model"})
+"""Classes of effects that change nothing outside of the run."""
+
+
+# -- fork --------------------------------------------------------------------------------------------------------------
+
+
+def fork_plan(views: Views, source: Run, plan: Plan, base: Path, *, interactive: bool) -> dict[str, Any]:
+    """ForkPlan: everything is executed; `repeatedEffects` are those of the source that are not safe to do twice."""
+    from agentctl.coordinator.fresh_work import fresh_work
+
+    repeated = []
+    for effect in views.effects(source.run_id, None)["effects"]:
+        asked = effect["request"]
+        sent = effect["status"] in ("started", "succeeded", "uncertain")
+        if sent and asked["effectClass"] not in HARMLESS and asked["idempotency"] not in REPEATABLE_IDEMPOTENCY:
+            repeated.append({"effectId": asked["id"], "taskId": asked["taskId"], "status": effect["status"]})
+    return {
+        "apiVersion": "agentctl.dev/fork-plan/v1",
+        "sourceRunId": source.run_id,
+        "workflow": source.workflow_name,
+        "workflowDigest": source.workflow_digest,
+        "planDigest": source.plan_digest,
+        "workspace": str(base),
+        "tasks": list(plan.order),
+        **fresh_work(plan, list(plan.tasks.values()), interactive=interactive),
+        "repeatedEffects": repeated,
+    }
+
+
+def show_fork(out: Printer, data: dict[str, Any]) -> None:
+    """ForkPlan for people."""
+    out.line(f"fork of {data['sourceRunId']} ({clean(data['workflow'])}): {counted(len(data['tasks']), 'task')}")
+    out.line(f"workspace {clean(data['workspace'])}")
+    _list(out, "executed afresh:", data["tasks"])
+    _list(out, "approvals that will be asked for:", data["approvalSummary"])
+    if data["repeatedEffects"]:
+        number = counted(len(data["repeatedEffects"]), "effect")
+        out.line(f"{out.paint('warning', 'yellow')}: {number} of {data['sourceRunId']} will be done once more:")
+        _list(out, "", [f"{item['taskId']} ({item['status']})" for item in data["repeatedEffects"]])
+
+
+# -- replay ------------------------------------------------------------------------------------------------------------
+
+
+def replay_plan(views: Views, source_id: str, exit_code: int) -> dict[str, Any]:
+    """ReplayPlan of a source that was verified: nothing is executed, and the end is the source's."""
+    outcome = views.outcome(source_id)
+    status = views.status(source_id)
+    return {
+        "apiVersion": "agentctl.dev/replay-plan/v1",
+        "sourceRunId": source_id,
+        "workflow": status["workflow"],
+        "sourceMode": status["mode"],
+        "state": outcome["state"],
+        "reason": outcome["reason"],
+        "exitCode": exit_code,
+        "taskCounts": status["taskCounts"],
+        "artifacts": len(views.recovery(source_id)["artifacts"]),
+        "executedTasks": [],
+    }
+
+
+def show_replay(out: Printer, data: dict[str, Any]) -> None:
+    """ReplayPlan for people."""
+    out.line(f"replay of {data['sourceRunId']} ({clean(data['workflow'])}): nothing is executed")
+    out.line(f"recorded: {out.state(data['state'])}, {counts_text(data['taskCounts'])}; exit code {data['exitCode']}")
+    if data["artifacts"]:
+        out.line(f"{counted(data['artifacts'], 'artifact')} that it refers to, verified")
+
+
+# -- resume ------------------------------------------------------------------------------------------------------------
+
+
+def resume_plan(store: Store, views: Views, run_id: str) -> dict[str, Any]:
+    """ResumePlan of a run that has not ended: what is settled, what would go on, and what waits for a person."""
+    run = store.get_run(run_id)
+    status = views.status(run_id)
+    tasks, _ = views.tasks(run_id, limit=run.task_count)
+    settled = [task["taskId"] for task in tasks if task["state"] in TASK_FINAL]
+    open_tasks = [
+        {"taskId": task["taskId"], "state": task["state"]} for task in tasks if task["state"] not in TASK_FINAL
+    ]
+    return {
+        "apiVersion": "agentctl.dev/resume-plan/v1",
+        "runId": run_id,
+        "workflow": status["workflow"],
+        "state": status["state"],
+        "reason": status["reason"],
+        "planDigest": run.plan_digest,
+        "settledTasks": settled,
+        "openTasks": open_tasks,
+        "pendingApprovals": [item["approvalId"] for item in status["pendingApprovals"]],
+        "uncertainEffects": [item["effectId"] for item in status["uncertainEffects"]],
+        "drivenBy": run.driver,
+    }
+
+
+def show_resume(out: Printer, data: dict[str, Any]) -> None:
+    """ResumePlan for people."""
+    why = f" ({clean(data['reason'])})" if data["reason"] else ""
+    out.line(f"resume of {data['runId']} ({clean(data['workflow'])}), {out.state(data['state'])}{why}")
+    out.line(f"stays as it is: {counted(len(data['settledTasks']), 'task')}")
+    _list(out, "goes on:", [f"{item['taskId']} ({item['state']})" for item in data["openTasks"]])
+    _list(out, "waits for the answer of a person:", data["pendingApprovals"])
+    _list(out, "nobody knows whether these effects happened; they are not sent again:", data["uncertainEffects"])
+    if data["drivenBy"] is not None:
+        out.line(f"{clean(data['drivenBy'])} drives it; it would be followed")
+
+
+def _list(out: Printer, title: str, names: list[str]) -> None:
+    if not names:
+        return
+    if title:
+        out.line(title)
+    for name in names[:SHOWN]:
+        out.line(f"  {clean(name)}")
+    if len(names) > SHOWN:
+        out.line(f"  and {len(names) - SHOWN} more; --output json has all")

@@ -1,0 +1,70 @@
+"""Seals: digests over what a row says besides what history tells of it in words, so that no column can be changed
+behind the back of agentctl without being found.
+
+The seal of a run stands in its first checkpoint, that of a task in the checkpoint of its end, those of an effect in the
+events of its request and of its end. History of earlier versions has none: then nothing is compared. Every function
+takes the open transaction and returns bare hex digests.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from hashlib import sha256
+from typing import Any
+
+from .database import Connection, all_rows
+
+_RUN = (
+    "mode, workflow_name, base_path, submission_digest, idempotency_key, priority, max_concurrency, max_deliveries, "
+    "deadline_at, parent_run_id, source_run_id, lineage_json, created_at"
+)
+"""What never changes in the row of a run, apart from digests that its creation tells."""
+
+_TASK = (
+    "metadata_version, disposition, input_digest, error_json, decision_json, delta_digest, definition_fingerprint, "
+    "output_contract_fingerprint, source_run_id, source_task_id, source_attempt, reuse_decision_json, ended_at"
+)
+"""What does not change in the row of a task that has ended. Output and manifest have digests of their own."""
+
+REQUEST = ("effect_class", "risk", "idempotency", "expected_json", "trace_id", "requested_at")
+"""What is said of an effect when it is requested, apart from its identity and input."""
+
+END = ("result_json", "error_json", "notes_json", "completed_at")
+"""What is said of an effect when it ends, apart from its status."""
+
+
+def seal(values: Sequence[Any]) -> str:
+    """The digest over texts, numbers and nulls of a row."""
+    return sha256(json.dumps(values, separators=(",", ":")).encode()).hexdigest()
+
+
+def of_run(tx: Connection, run_id: str) -> str:
+    """The seal of a run's row."""
+    row = tx.execute(f"SELECT {_RUN} FROM runs WHERE run_id = ?", (run_id,)).fetchone()  # noqa: S608
+    return seal(row or ())
+
+
+def of_tasks(tx: Connection, first: int, positions: Sequence[int]) -> list[list[Any]]:
+    """[position, seal] of some tasks of the run whose first task has the number `first`, in compiled order."""
+    rows = all_rows(
+        tx.execute(
+            f"SELECT position, {_TASK} FROM tasks "  # noqa: S608
+            "WHERE task_no IN (SELECT value FROM json_each(?)) ORDER BY task_no",
+            (json.dumps([first + position for position in positions]),),
+        )
+    )
+    return [[row[0], seal(row[1:])] for row in rows]
+
+
+def broken_tasks(tx: Connection, first: int, told: dict[int, str]) -> list[str]:
+    """The ids of tasks that say something else than when they ended; `told` are their seals by position."""
+    if not told:
+        return []
+    rows = all_rows(
+        tx.execute(
+            f"SELECT task_id, position, {_TASK} FROM tasks WHERE task_no BETWEEN ? AND ? ORDER BY task_no",  # noqa: S608
+            (first + min(told), first + max(told)),
+        )
+    )
+    return [row[0] for row in rows if row[1] in told and seal(row[2:]) != told[row[1]]]
