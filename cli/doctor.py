@@ -68,7 +68,7 @@ def _units() -> Check:
 
 
 def units_of(text: str) -> list[Unit]:
-    """(unit, active state, sub-state) from what `systemctl list-units --plain` prints; names without a file left out."""
+    """(unit, active state, sub-state) from what `systemctl list-units --plain` prints; without names of no file."""
     rows = (line.replace("●", " ").split() for line in text.splitlines())
     return [
         (row[0], row[2], row[3])

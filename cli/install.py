@@ -254,7 +254,7 @@ def _account(name: str) -> pwd.struct_passwd:
 
 
 def _write(folder: Path, wanted: dict[str, str]) -> set[str]:
-    """All or none: what is in the way is found before anything is written. Returns which texts were there and differ."""
+    """All or none: what is in the way is found before anything is written. Returns which of them have changed."""
     changed = set()
     try:
         for name, text in wanted.items():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import os
 import signal
 import time
 from collections import Counter
@@ -273,6 +274,27 @@ def test_what_is_in_flight_or_confirmed_cannot_be_called_unclear(field: Field) -
     assert "succeeded" in said(field, effect, "--status", "not-applied").error["message"]
     assert said(field, effect, "--status", "compensated", "--compensation-effect", effect).code == 5
     field.check_clean_end(drained=[pool])
+
+
+def test_what_nobody_has_settled_yet_names_who_settles_it(field: Field) -> None:
+    """Everybody is killed at one instant: no end comes by itself, so waiting for it would be bad advice."""
+    pool = field.pool(1)
+    run_id = field.submit(field.workflow("slow", [field.tick_task("a", 60, idempotent=False)]))
+    field.busy(run_id)
+    for kind in ("supervisor", "coordinator", "worker"):
+        for (pid,) in field.rows(f"SELECT pid FROM processes WHERE kind = '{kind}'"):  # noqa: S608
+            os.kill(pid, signal.SIGKILL)
+    pool.wait(20)
+    effect = field.scalar("SELECT effect_id FROM effects")
+    refused = said(field, effect, "--status", "not-applied")
+    assert (refused.code, refused.error["code"]) == (5, "conflict")
+    assert "its worker is dead" in refused.error["message"]
+    assert "agentctl coordinator start" in refused.error["remedy"]
+    coordinator = field.coordinator()
+    wait_until(lambda: field.scalar("SELECT status FROM effects") == "uncertain", "it is settled", seconds=30)
+    assert said(field, effect, "--status", "not-applied").code == 0
+    assert field("cancel", run_id).code == 0
+    field.stop(coordinator)
 
 
 # -- budgets -----------------------------------------------------------------------------------------------------
