@@ -122,8 +122,9 @@ def _refuse_in_flight(tx: Connection, effect_id: str, attempt_id: int, run_id: s
             run_id=run_id,
         )
     raise ConflictError(
-        f"effect {effect_id[:12]} is in flight: the worker that started it holds it still",
-        remedy="wait for its end, or cancel the run",
+        f"effect {effect_id[:12]} is in flight: {row.kind} {row.name} (pid {row.pid}) holds it still",
+        remedy="wait for its end, or cancel the run; one that hangs may be ended: "
+        f"`kill -9 {row.pid}`, and what it held is settled then",
         run_id=run_id,
     )
 
@@ -159,7 +160,7 @@ def _check_holder(tx: Connection, notes: str | None, run_id: str) -> None:
         return
     raise ConflictError(
         f"{row.kind} {row.name} (pid {row.pid}) could not be ended and may still be carrying it out",
-        remedy="end that process first",
+        remedy=f"end it first, as its user or as root (`kill -9 {row.pid}`); `agentctl doctor` shows what it leaves",
         run_id=run_id,
     )
 

@@ -276,25 +276,25 @@ def test_what_is_in_flight_or_confirmed_cannot_be_called_unclear(field: Field) -
     field.check_clean_end(drained=[pool])
 
 
-def test_what_nobody_has_settled_yet_names_who_settles_it(field: Field) -> None:
-    """Everybody is killed at one instant: no end comes by itself, so waiting for it would be bad advice."""
+def test_an_effect_that_hangs_in_a_worker_without_a_supervisor(field: Field) -> None:
+    """Nobody would end that worker any more: the remedy names it, and works."""
     pool = field.pool(1)
     run_id = field.submit(field.workflow("slow", [field.tick_task("a", 60, idempotent=False)]))
     field.busy(run_id)
-    for kind in ("supervisor", "coordinator", "worker"):
-        for (pid,) in field.rows(f"SELECT pid FROM processes WHERE kind = '{kind}'"):  # noqa: S608
-            os.kill(pid, signal.SIGKILL)
+    pids = {kind: pid for kind, pid in field.rows("SELECT kind, pid FROM processes")}
+    os.kill(pids["coordinator"], signal.SIGSTOP)
+    pool.signal(signal.SIGKILL)
     pool.wait(20)
+    os.kill(pids["coordinator"], signal.SIGKILL)
     effect = field.scalar("SELECT effect_id FROM effects")
     refused = said(field, effect, "--status", "not-applied")
     assert (refused.code, refused.error["code"]) == (5, "conflict")
-    assert "its worker is dead" in refused.error["message"]
-    assert "agentctl coordinator start" in refused.error["remedy"]
-    coordinator = field.coordinator()
-    wait_until(lambda: field.scalar("SELECT status FROM effects") == "uncertain", "it is settled", seconds=30)
+    assert f"worker p (pid {pids['worker']}) holds it" in refused.error["message"]
+    assert f"kill -9 {pids['worker']}" in refused.error["remedy"]
+    os.kill(pids["worker"], signal.SIGKILL)
+    wait_until(lambda: not os.path.exists(f"/proc/{pids['worker']}"), "it is gone", seconds=20)
     assert said(field, effect, "--status", "not-applied").code == 0
     assert field("cancel", run_id).code == 0
-    field.stop(coordinator)
 
 
 # -- budgets -----------------------------------------------------------------------------------------------------
