@@ -281,7 +281,7 @@ def test_an_effect_that_hangs_in_a_worker_without_a_supervisor(field: Field) -> 
     pool = field.pool(1)
     run_id = field.submit(field.workflow("slow", [field.tick_task("a", 60, idempotent=False)]))
     field.busy(run_id)
-    pids = {kind: pid for kind, pid in field.rows("SELECT kind, pid FROM processes")}
+    pids = dict(field.rows("SELECT kind, pid FROM processes"))
     os.kill(pids["coordinator"], signal.SIGSTOP)
     pool.signal(signal.SIGKILL)
     pool.wait(20)
