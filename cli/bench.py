@@ -39,6 +39,7 @@ FREE_TASKS = 5_000
 READ_TASKS = 1_000
 COMMANDS = 400
 CHAIN = 60
+_OTHER_FOLDER = "choose another folder, on a local disk with room, with --folder"
 START_SECONDS = 60.0
 CALL_SECONDS = 300.0
 POLL_SECONDS = 0.02
@@ -108,6 +109,15 @@ def _scratch(place: Path) -> Iterator[Path]:
         ) from error
     try:
         yield scratch
+    except EnvironmentFault as error:
+        # What a person has named is the folder; the database in it is ours, and --db has nothing to do with it.
+        message = error.message.replace(str(scratch / "bench.db"), str(place)).replace(str(scratch), str(place))
+        remedy = error.remedy if error.remedy is not None and "--db" not in error.remedy else _OTHER_FOLDER
+        raise EnvironmentFault(message, remedy=remedy) from error
+    except BrokenPipeError:
+        raise
+    except OSError as error:
+        raise EnvironmentFault(f"cannot measure in {place}: {error.strerror}", remedy=_OTHER_FOLDER) from error
     finally:
         shutil.rmtree(scratch, ignore_errors=True)
 
@@ -293,7 +303,7 @@ class _Program:
             check=False,
         )
         if done.returncode not in (0, 4) or not done.stdout:
-            raise EnvironmentFault(f"`agentctl {words[0]}` ended with {done.returncode}: {done.stderr.strip()[-500:]}")
+            raise EnvironmentFault(f"`agentctl {words[0]}` ended with {done.returncode}: {_said(done.stderr)}")
         data: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])["data"]
         return data
 
@@ -333,6 +343,15 @@ class _Program:
                         remedy="try fewer of them with -n",
                     )
                 clock.sleep(POLL_SECONDS)
+
+
+def _said(text: str) -> str:
+    """The message of an Error envelope, or the end of whatever was said."""
+    last = text.strip().rpartition("\n")[2]
+    try:
+        return str(json.loads(last)["error"]["message"])
+    except (ValueError, KeyError, TypeError):
+        return clean(text.strip()[-500:])
 
 
 def _p99(samples: list[float]) -> float:

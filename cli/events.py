@@ -9,9 +9,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
+from agentctl.store.errors import EnvironmentFault, UsageError
 
 from .main import Settings, Verb, pass_settings
-from .render import Printer, clean, envelope, reader_is_gone, when
+from .render import Printer, clean, envelope, reader_is_gone, warn, when
 from .run import open_store, views_of
 
 if TYPE_CHECKING:
@@ -27,7 +28,7 @@ START = "start"
 @click.command(cls=Verb)
 @click.argument("run_name", metavar="[RUN]", required=False)
 @click.option("--after", metavar="CURSOR", help="Go on after it: a sequence of RUN; without RUN a cursor or `start`.")
-@click.option("--limit", type=click.IntRange(1, 1000), default=1000, help="At most so many; not with --follow.")
+@click.option("--limit", type=click.IntRange(1, PAGE), metavar="N", help="At most so many (1000); not with --follow.")
 @click.option("--follow", is_flag=True, help="Go on as events come: for RUN until its end, else until a signal.")
 @click.option(
     "--cursor-file",
@@ -37,9 +38,16 @@ START = "start"
 )
 @pass_settings
 def events(
-    settings: Settings, run_name: str | None, after: str | None, limit: int, follow: bool, cursor_file: Path | None
+    settings: Settings,
+    run_name: str | None,
+    after: str | None,
+    limit: int | None,
+    follow: bool,
+    cursor_file: Path | None,
 ) -> None:
     """The audit trail of a run, oldest first; without RUN the trails of all runs.
+
+    At most 1000 are shown at once; `next` of the answer is what --after goes on with, null at the end.
 
     With --follow and JSON output each line is an Event. For all runs a line of EventCursor follows each group: with
     `--after` it, or with `--cursor-file`, one goes on there later, and nothing is left out, whatever was restarted or
@@ -49,18 +57,34 @@ def events(
         raise click.UsageError("--cursor-file is for the trails of all runs; with RUN the sequence is the cursor.")
     if after is not None and cursor_file is not None:
         raise click.UsageError("--after and --cursor-file exclude one another.")
+    if limit is not None and follow:
+        raise click.UsageError("--limit and --follow exclude one another: who follows gets everything.")
+    if cursor_file is not None:
+        _require_place(cursor_file)
+    at_most = PAGE if limit is None else limit
     with closing(open_store(settings)) as store:
         printer = Printer(settings)
         if run_name is None:
-            _all_runs(printer, store, after, follow, limit, cursor_file)
+            _all_runs(printer, store, after, follow, at_most, cursor_file)
             return
         sequence = _sequence(after)
         run_id = views_of(store).find_run(run_name)
         if follow:
             _follow_run(printer, store, run_id, sequence)
             return
-        found = views_of(store).events(run_id, after=sequence, limit=limit)
-        printer.result("EventList", {"runId": run_id, "events": found}, lambda out: _table(out, found))
+        found = views_of(store).events(run_id, after=sequence, limit=at_most)
+        more = len(found) == at_most and bool(views_of(store).events(run_id, after=found[-1]["sequence"], limit=1))
+        following = str(found[-1]["sequence"]) if more else None
+        data = {"runId": run_id, "events": found, "next": following}
+        printer.result("EventList", data, lambda out: _table(out, found))
+        _tell_rest(settings, run_id, following)
+
+
+def _tell_rest(settings: Settings, run_id: str | None, following: str | None) -> None:
+    """People see where it was cut; programs have `next`."""
+    if following is not None and not settings.json:
+        of = "" if run_id is None else f" {run_id}"
+        warn(settings, f"there is more: `agentctl events{of} --after {following}`")
 
 
 def _sequence(after: str | None) -> int:
@@ -128,14 +152,25 @@ def _all_runs(
 
     kept = _kept(cursor_file)
     word = after if kept is None else kept
-    begin = None if word is None and follow else Cursor() if word in (None, START) else Cursor.parse(str(word))
+    try:
+        begin = None if word is None and follow else Cursor() if word in (None, START) else Cursor.parse(str(word))
+    except UsageError as error:
+        if kept is None:
+            raise
+        raise UsageError(
+            f"{cursor_file}: {error.message}", remedy="remove that file to begin anew, or write a cursor into it"
+        ) from error
     trail = Trail(store.database, begin)
     if not follow:
         found = trail.look(limit, store.clock.monotonic())
         said = trail.cursor().as_text()
-        data = {"runId": None, "events": found, "cursor": said}
+        # The second look tells whether there is more, and takes nothing: the cursor was asked for before it.
+        more = len(found) == limit and bool(trail.look(1, store.clock.monotonic()))
+        following = said if more else None
+        data = {"runId": None, "events": found, "cursor": said, "next": following}
         out.result("EventList", data, lambda printer: _table(printer, found, runs=True))
         _keep(cursor_file, said)
+        _tell_rest(out.settings, None, following)
         return
     _follow_all(out, store, trail, cursor_file)
 
@@ -157,6 +192,19 @@ def _follow_all(out: Printer, store: Store, trail: Trail, cursor_file: Path | No
             _keep(cursor_file, said)
         if len(found) < PAGE:
             _wait_for_change(store, seen, IDLE_SECONDS)
+
+
+def _require_place(cursor_file: Path) -> None:
+    """Raise before anything is read or printed when the cursor could not be kept."""
+    folder = cursor_file.absolute().parent
+    if not folder.is_dir():
+        raise EnvironmentFault(
+            f"--cursor-file {cursor_file}: there is no folder {folder}", remedy="make it, or name another file"
+        )
+    if not os.access(folder, os.W_OK | os.X_OK):
+        raise EnvironmentFault(
+            f"--cursor-file {cursor_file}: nothing may be written to {folder}", remedy="name a file elsewhere"
+        )
 
 
 def _kept(cursor_file: Path | None) -> str | None:

@@ -155,16 +155,31 @@ def _answer(settings: Settings, request: BaseHTTPRequestHandler) -> None:
 
 def _replace(path: Path, body: bytes) -> None:
     """Readable for everybody: the exporter is another user."""
-    descriptor, partial = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
+    try:
+        descriptor, partial = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
+    except OSError as error:
+        raise _unwritable(path, error) from error
     try:
         with os.fdopen(descriptor, "wb") as file:
             file.write(body)
             os.fchmod(file.fileno(), 0o644)
         os.replace(partial, path)
-    except BaseException:
+    except BaseException as error:
         with suppress(OSError):
             os.unlink(partial)
+        if isinstance(error, OSError):
+            raise _unwritable(path, error) from error
         raise
+
+
+def _unwritable(path: Path, error: OSError) -> EnvironmentFault:
+    """A person has named the file, and nobody the one that becomes it."""
+    folder = path.absolute().parent
+    if not folder.is_dir():
+        return EnvironmentFault(f"cannot write {path}: there is no folder {folder}", remedy="make it first")
+    return EnvironmentFault(
+        f"cannot write {path}: {error.strerror}", remedy="name a file in a folder where you may write"
+    )
 
 
 def _require_client() -> None:

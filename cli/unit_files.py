@@ -24,6 +24,12 @@ WORKER = "agentctl-worker@.service"
 STOP_SLACK_SECONDS = 30
 """What a stop may take after the drain limit: ending effects hard, their results, the last commit."""
 
+HOMES = ("/home", "/root", "/run/user")
+"""What `ProtectHome=` hides."""
+
+TEMPORARY = ("/tmp", "/var/tmp")
+"""What `PrivateTmp=` replaces by folders of the unit's own."""
+
 _COMMON_SERVICE = """\
 Type=notify
 NotifyAccess=main
@@ -87,6 +93,19 @@ class Site:
     max_age: str | None = None
     max_rss: str | None = None
     writable: tuple[str, ...] = ()
+    needs: tuple[str, ...] = ()
+    """Where the program really lies, its interpreter and its libraries: what the units must be able to see."""
+
+    @property
+    def folders(self) -> tuple[str, ...]:
+        """The folders that a system unit is given to write into; each has to exist when it starts."""
+        own = () if self.database is None else (self.database.rpartition("/")[0] or "/",)
+        return (*self.writable, *own)
+
+
+def is_below(place: str, *folders: str) -> bool:
+    """Whether an absolute path is one of these folders, or inside of one."""
+    return any(place == folder or place.startswith(f"{folder}/") for folder in folders)
 
 
 def units(site: Site) -> dict[str, str]:
@@ -143,13 +162,12 @@ def _service(site: Site, command: Sequence[str], *, stop: int, private_tmp: bool
     # A worker's own name holds a specifier of systemd's, which must stay one.
     lines.append(f"ExecStart={' '.join([quoted(site.program), *command])}")
     lines.append("Environment=AGENTCTL_UNIT=%n AGENTCTL_LOG_LEVEL=info")
-    folders = [*site.writable]
+    folders = site.folders
     if site.database is None:
         state = "%S/agentctl" if site.user is not None else "%h/.local/state/agentctl"
         lines.append(f"Environment=AGENTCTL_DB={state}/runtime.db")
     else:
         lines.append(f"Environment={quoted('AGENTCTL_DB=' + site.database)}")
-        folders.append(site.database.rpartition("/")[0] or "/")
     # What the commands need besides, or secrets; the file may be missing.
     settings = "%h/.config/agentctl/environment" if site.user is None else "/etc/agentctl/environment"
     lines.append(f"EnvironmentFile=-{settings}")
@@ -161,7 +179,7 @@ def _service(site: Site, command: Sequence[str], *, stop: int, private_tmp: bool
     if folders:
         lines.append("ReadWritePaths=" + " ".join(quoted(folder) for folder in folders))
     lines += _HARDENING_ANYWHERE.splitlines()
-    at_home = any(place.startswith(("/home/", "/root")) for place in (*folders, site.program))
+    at_home = any(is_below(place, *HOMES) for place in (*folders, site.program, *site.needs))
     lines += _HARDENING_SYSTEM.format(
         home="read-only" if at_home else "yes",
         private_tmp="yes" if private_tmp else "no",

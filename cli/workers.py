@@ -187,14 +187,17 @@ def workers_install(
     """Write systemd units for a pool, enable and start them.
 
     Their database is --db or AGENTCTL_DB, else one in the state folder of the service. Units that agentctl has written
-    before are replaced, those of others never.
+    before are replaced, those of others never: what has changed is restarted, and what is no longer wanted (the other
+    layout, higher numbers) is stopped and disabled.
     """
-    from .install import checked_path, given_database, install, program
+    from .install import checked_path, given_database, install, program, runtime_places
     from .unit_files import Site
 
     for option, kind, value in (("--max-rss", Size(SMALLEST_RSS), max_rss), ("--max-age", Duration(), max_age)):
         if value is not None:
             kind.convert(value, next(p for p in workers_install.params if option in p.opts), None)
+    if user and writable:
+        raise click.UsageError("--writable is for units of the system; those of a user may write where the user may.")
     if not run_as or not run_as.replace("-", "").replace("_", "").isalnum():
         raise click.BadParameter(f"{run_as!r} is no name of a user.", param_hint="--run-as")
     site = Site(
@@ -207,6 +210,7 @@ def workers_install(
         max_age=max_age,
         max_rss=max_rss,
         writable=tuple(checked_path(folder, "--writable") for folder in writable),
+        needs=() if user else runtime_places(),
     )
     install(settings, user=user, run_as=run_as, each=each, enable=not no_enable, only_print=only_print, site=site)
 

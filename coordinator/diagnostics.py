@@ -66,15 +66,13 @@ class Diagnostic:
         }
 
     def as_text(self) -> str:
-        """One line for a terminal: `file:line:column: code: message (path) help: ...`."""
+        """One line for a terminal: `file:line:column: code: message (path)`. What helps is told apart from it."""
         place = ":".join(str(part) for part in (self.file, self.line, self.column) if part is not None)
         text = f"{place}: {self.code}: {self.message}" if place else f"{self.code}: {self.message}"
         if self.severity != "error":
             text = text.replace(f"{self.code}: ", f"{self.severity}: {self.code}: ", 1)
         if self.path:
             text += f" ({self.path})"
-        if self.help:
-            text += f" help: {self.help}"
         return text
 
 

@@ -211,6 +211,14 @@ def _told(fault: Exception, hidden: Path, shown: Path) -> EnvironmentFault:
 
 def _copy_checked(file: Path, target: Path, shown: Path) -> None:
     """Copy the database of a backup and check it: whose it is, of which version, and that it is whole."""
+    try:
+        _copy_whole(file, target, shown)
+    except CorruptStore:
+        _check_source(file.parent, file)  # somebody who has begun to use it meanwhile looks like damage
+        raise
+
+
+def _copy_whole(file: Path, target: Path, shown: Path) -> None:
     with closing(_read_only(file)) as source:
         try:
             application = source.execute("PRAGMA application_id").fetchone()

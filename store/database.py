@@ -164,8 +164,8 @@ class Database:
     def _look_before_touching(self) -> None:
         """Refuse the file of another program, or of a newer version, before anything of it could change.
 
-        Only the header is read, without any lock: others may be writing. What cannot be read this way is left to the
-        real opening.
+        Only the header is read, without any lock: others may be writing. What cannot be read this way, or is behind
+        their log, is left to the real opening.
         """
         if not self.path.exists() or self.path.stat().st_size == 0:
             return
@@ -360,13 +360,39 @@ class Database:
 
 
 def open_immutable(path: Path) -> Connection:
-    """A connection that only reads, takes no lock and makes nothing beside the file: for a header, or for a file that
-    nobody writes. Raises `apsw.Error`; the caller closes it."""
+    """A connection that only reads, takes no lock and makes nothing beside the file: for a file that nobody writes.
+
+    Of one that others write it shows what was written back so far, or a mixture: neither its answers nor its errors
+    prove anything then. Raises `apsw.Error`; the caller closes it.
+    """
+    return _read_only(path, "immutable=1")
+
+
+def open_to_look(path: Path) -> Connection:
+    """A connection that only reads, with the locks and the log of everybody else, and leaves the log as it is.
+
+    Raises `apsw.Error`, also where nothing may be written beside the file; the caller closes it.
+    """
+    connection = _read_only(path, "mode=ro")
+    connection.set_busy_timeout(int(READ_PATIENCE_SECONDS * 1000))
+    connection.config(apsw.SQLITE_DBCONFIG_NO_CKPT_ON_CLOSE, 1)
+    return connection
+
+
+def _read_only(path: Path, how: str) -> Connection:
     from urllib.parse import quote
 
     return apsw.Connection(
-        f"file:{quote(str(path.absolute()))}?immutable=1", flags=apsw.SQLITE_OPEN_READONLY | apsw.SQLITE_OPEN_URI
+        f"file:{quote(str(path.absolute()))}?{how}", flags=apsw.SQLITE_OPEN_READONLY | apsw.SQLITE_OPEN_URI
     )
+
+
+def log_is_empty(path: Path) -> bool:
+    """Whether everything that was ever committed is in the file itself."""
+    try:
+        return os.stat(os.path.realpath(path) + "-wal").st_size == 0
+    except OSError:
+        return True
 
 
 def translate(error: apsw.Error, path: Path) -> AgentctlError:

@@ -37,7 +37,7 @@ from .canonical import canonical, loads
 from .clock import Clock
 from .database import Connection, Database
 from .embedding import Embedder, terms_of
-from .errors import NotFoundError
+from .errors import NotFoundError, UsageError
 from .memory_entries import Search, searchable_text
 from .records import (
     AttemptEnd,
@@ -763,10 +763,14 @@ class Store:
             return processes.prune(tx, before=self.clock.now() - older_than_ms)
 
     def find_process(self, name_or_id: str, kind: str) -> ProcessRow:
-        """A live process by id, by name or by pid; raises `NotFoundError`."""
-        for row in self.live_processes(kind):
-            if name_or_id in (row.process_id, row.name, str(row.pid)):
-                return row
+        """A live process by id, by name or by pid; raises `NotFoundError`, and `UsageError` when several are meant."""
+        found = [row for row in self.live_processes(kind) if name_or_id in (row.process_id, row.name, str(row.pid))]
+        found = [row for row in found if row.process_id == name_or_id] or found
+        if len(found) > 1:
+            each = ", ".join(f"{row.process_id} (pid {row.pid})" for row in found)
+            raise UsageError(f"{name_or_id} is the name of {len(found)} live {kind}s: {each}", remedy="give an id")
+        if found:
+            return found[0]
         raise NotFoundError(
             f"there is no live {kind} {name_or_id}", remedy="`agentctl workers list` shows who is there"
         )

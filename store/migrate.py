@@ -5,6 +5,7 @@ A database that a newer agentctl has written is refused and left untouched.
 
 from __future__ import annotations
 
+import contextlib
 from importlib import resources
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -12,7 +13,7 @@ from typing import TYPE_CHECKING
 from .errors import CorruptStore, EnvironmentFault, IncompatibleVersion
 
 if TYPE_CHECKING:
-    from .database import Database
+    from .database import Connection, Database
 
 APPLICATION_ID = 0x41474354
 """`AGCT`: tells our files from those of every other program."""
@@ -31,19 +32,31 @@ def refuse_newer(version: int, path: Path) -> None:
 
 
 def version_of(path: Path) -> int:
-    """The schema that a database has, seen in its header without any lock. Raises what opening it would raise."""
+    """The schema that a database has. Raises what opening it would raise, and takes nobody's log away from him.
+
+    While others write, only a reader with locks and their log knows it: the file alone may be behind the log, or in the
+    middle of being written back from it, which looks like damage.
+    """
     import apsw
 
-    from .database import open_immutable, translate
+    from .database import log_is_empty, open_immutable, open_to_look, translate
 
     try:
-        connection = open_immutable(path)
+        if log_is_empty(path):
+            with contextlib.suppress(apsw.Error):  # somebody has just begun: a look with locks decides what it is
+                return _version_in(open_immutable(path))
         try:
-            row = connection.execute("PRAGMA user_version").fetchone()
-        finally:
-            connection.close()
+            return _version_in(open_to_look(path))
+        except (apsw.CantOpenError, apsw.ReadOnlyError):
+            # Nobody may write beside it, so there are no locks to be had; whoever opens it is told why.
+            return _version_in(open_immutable(path))
     except apsw.Error as error:
         raise translate(error, path) from error
+
+
+def _version_in(connection: Connection) -> int:
+    with contextlib.closing(connection):
+        row = connection.execute("PRAGMA user_version").fetchone()
     return int(row[0]) if row else 0
 
 

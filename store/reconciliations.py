@@ -56,6 +56,8 @@ def reconcile(tx: Connection, new: NewReconciliation, *, now: int) -> tuple[str,
     before = latest(tx, new.effect_id)
     # Sent, and never to be sent again, since its run has ended: as little is known of it as of an uncertain one.
     lost = status in ("requested", "cancelled") and dispatches > 0 and run.ended_at is not None
+    if status == "started":
+        _refuse_in_flight(tx, new.effect_id, attempt_id, run_id)
     _check_move(new, before, "uncertain" if lost else status, bool(confirmed), run_id)
     if new.status == "not_applied":
         _check_holder(tx, notes, run_id)
@@ -111,15 +113,28 @@ def reconcile(tx: Connection, new: NewReconciliation, *, now: int) -> tuple[str,
     return run_id, driver
 
 
+def _refuse_in_flight(tx: Connection, effect_id: str, attempt_id: int, run_id: str) -> None:
+    """Nobody but its worker, or who has settled that worker's death, can say how an effect has ended."""
+    holder = tx.execute("SELECT holder FROM attempts WHERE attempt_id = ?", (attempt_id,)).fetchone()
+    row = processes.get(tx, holder[0]) if holder is not None and holder[0] is not None else None
+    if row is None or process_identity.liveness(ProcessIdentity.from_text(row.identity)) is Liveness.DEAD:
+        raise ConflictError(
+            f"effect {effect_id[:12]} is not settled: its worker is dead, and its command may live on",
+            remedy="`agentctl coordinator start` or `agentctl workers start` ends what is left of it and settles it; "
+            "reconcile it then",
+            run_id=run_id,
+        )
+    raise ConflictError(
+        f"effect {effect_id[:12]} is in flight: {row.kind} {row.name} (pid {row.pid}) holds it still",
+        remedy="wait for its end, or cancel the run; one that hangs may be ended: "
+        f"`kill -9 {row.pid}`, and what it held is settled then",
+        run_id=run_id,
+    )
+
+
 def _check_move(
     new: NewReconciliation, before: tuple[str, str, str | None] | None, status: str, confirmed: bool, run_id: str
 ) -> None:
-    if status == "started":
-        raise ConflictError(
-            f"effect {new.effect_id[:12]} is in flight: the worker that started it holds it still",
-            remedy="wait for its end, or cancel the run",
-            run_id=run_id,
-        )
     if before is not None:
         if new.status not in FOLLOWS[before[1]]:
             raise ConflictError(
@@ -148,7 +163,7 @@ def _check_holder(tx: Connection, notes: str | None, run_id: str) -> None:
         return
     raise ConflictError(
         f"{row.kind} {row.name} (pid {row.pid}) could not be ended and may still be carrying it out",
-        remedy="end that process first",
+        remedy=f"end it first, as its user or as root (`kill -9 {row.pid}`); `agentctl doctor` shows what it leaves",
         run_id=run_id,
     )
 

@@ -38,6 +38,7 @@ class ServiceManager:
         self._socket: socket.socket | None = None
         self._address = b""
         self._kept: dict[str, str] = {}
+        self._stopping = False
         if address is not None and address[:1] in ("/", "@"):
             self._address = os.fsencode("\0" + address[1:] if address[0] == "@" else address)
             with contextlib.suppress(OSError):
@@ -75,8 +76,9 @@ class ServiceManager:
         self.tell("READY=1", f"STATUS={status}")
 
     def stopping(self, status: str) -> None:
-        """It begins to end by its own will."""
-        self.tell("STOPPING=1", f"STATUS={status}")
+        """It begins to end by its own will, told once. The manager waits for the death of the process from then on."""
+        self.tell(*([] if self._stopping else ["STOPPING=1"]), f"STATUS={status}")
+        self._stopping = True
 
     def status(self, text: str) -> None:
         """What a person is shown by `systemctl status`."""

@@ -113,6 +113,8 @@ def worker_alone(config: WorkerConfig, manager: ServiceManager) -> tuple[int, bo
     worker.run()
     # From here on a stop waits: whoever is renewed takes it along through the `exec` (see `Worker.__init__`).
     signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
+    if not worker.wants_renewal:
+        manager.stopping("drained")  # a stop that came after it had begun to make room for a fresh one is told as well
     return (EXIT_FORCED if worker.forced else EXIT_DRAINED), worker.wants_renewal
 
 
@@ -248,7 +250,11 @@ class Worker:
             if following.answer is None:
                 self._faults.reach("after_claim")
             following = self._execute(following)
-        self._manager.stopping(self._renewal or "draining")
+        if self.wants_renewal:
+            # The process goes on with a new program. A manager that heard of a stop would wait for its death.
+            self._manager.status(f"{self._renewal}; it starts anew")
+        else:
+            self._manager.stopping("draining")
         if self._renewal is not None:
             log.info("%s: %s; it ends and makes room for a fresh one", self._config.name, self._renewal)
         if following is not None:

@@ -1,4 +1,4 @@
-"""Load tests of agentctl on this machine, one command each. Exit code: 0 passed, 1 failed.
+"""Load tests of agentctl on this machine, one command each. Exit code: 0 passed, 1 failed, 2 not started.
 
     python ops/loadtest/run.py many-runs            100 runs of 100 tasks, all there before the pool starts
     python ops/loadtest/run.py large-run            one run of 100,000 tasks
@@ -14,6 +14,7 @@
 from __future__ import annotations
 
 import argparse
+import math
 import random
 import sys
 import time
@@ -23,7 +24,34 @@ from pathlib import Path
 import loads
 import torture
 import verifier
-from ground import Ground, describe, scratch
+from ground import ORDERS, CallFailed, Ground, describe, scratch
+
+
+class BadFolder(Exception):
+    """A folder in which nothing can be done; the message is for people."""
+
+
+def at_least_one(word: str) -> int:
+    """A count."""
+    if not word.isascii() or not word.isdecimal() or not 1 <= int(word[:9]) <= 1_000_000:
+        raise argparse.ArgumentTypeError(f"{word!r} is no whole number from 1 to 1000000")
+    return int(word)
+
+
+def none_or_more(word: str) -> int:
+    """A count that may be 0."""
+    return 0 if word == "0" else at_least_one(word)
+
+
+def positive(word: str) -> float:
+    """A length of time."""
+    try:
+        value = float(word)
+    except ValueError:
+        value = math.nan
+    if not (math.isfinite(value) and value > 0):
+        raise argparse.ArgumentTypeError(f"{word!r} is no number above 0")
+    return value
 
 
 def say(text: str) -> None:
@@ -86,6 +114,9 @@ def run_torture(options: argparse.Namespace) -> int:
 
 def run_verify(options: argparse.Namespace) -> int:
     """Judge a folder that was kept."""
+    for name in (ORDERS, "state/runtime.db"):
+        if not (options.kept / name).is_file():
+            raise BadFolder(f"{options.kept} is no folder that a torture run has kept: it has no {name}")
     verdict = verifier.judge(Ground(options.kept))
     lines = {name: shown(number) for name, number in sorted(verdict.counts.items())}
     return report(f"Verdict on {options.kept}", options.kept, lines, verdict.problems)
@@ -100,26 +131,26 @@ def arguments() -> argparse.Namespace:
         found = verbs.add_parser(name, help=text)
         found.add_argument("--folder", type=Path, help="where the scratch folder is made (the temporary folder)")
         found.add_argument("--keep", action="store_true", help="keep it")
-        found.add_argument("--workers", type=int, default=workers)
+        found.add_argument("--workers", type=at_least_one, default=workers)
         return found
 
     many = verb("many-runs", "100 runs of 100 tasks at once", 8)
-    many.add_argument("--runs", type=int, default=100)
-    many.add_argument("--tasks", type=int, default=100)
+    many.add_argument("--runs", type=at_least_one, default=100)
+    many.add_argument("--tasks", type=at_least_one, default=100)
     large = verb("large-run", "one run of 100,000 tasks", 8)
-    large.add_argument("--tasks", type=int, default=100_000)
+    large.add_argument("--tasks", type=at_least_one, default=100_000)
     mixed = verb("mixed", "tasks of all lengths", 8)
-    mixed.add_argument("--tasks", type=int, default=2_000)
+    mixed.add_argument("--tasks", type=at_least_one, default=2_000)
     mixed.add_argument("--seed", type=int, default=1)
     steady = verb("steady", "the same load for minutes, with watchers", 8)
-    steady.add_argument("--minutes", type=int, default=10)
-    steady.add_argument("--watchers", type=int, default=4)
+    steady.add_argument("--minutes", type=at_least_one, default=10)
+    steady.add_argument("--watchers", type=none_or_more, default=4)
     torment = verb("torture", "everything that can go wrong with processes", 16)
-    torment.add_argument("--minutes", type=float, default=30.0)
+    torment.add_argument("--minutes", type=positive, default=30.0)
     torment.add_argument("--seed", type=int, help="else one is drawn, and told")
-    torment.add_argument("--kill-every", type=float, default=1.0, metavar="SECONDS")
+    torment.add_argument("--kill-every", type=positive, default=1.0, metavar="SECONDS")
     torment.add_argument(
-        "--lease", type=float, default=3.0, metavar="SECONDS", help="short, so that leases run out often"
+        "--lease", type=positive, default=3.0, metavar="SECONDS", help="short, so that leases run out often"
     )
     verify = verbs.add_parser("verify", help="judge the kept folder of a torture run again")
     verify.add_argument("kept", type=Path, metavar="FOLDER")
@@ -159,5 +190,21 @@ def main() -> int:
     )
 
 
+def told() -> int:
+    """`main`, with an error told in a line: 2 for a place where nothing can be done."""
+    try:
+        return main()
+    except CallFailed as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+    except BadFolder as error:
+        print(f"error: {error}", file=sys.stderr)
+    except OSError as error:
+        if error.filename is None:
+            raise
+        print(f"error: {error.filename}: {error.strerror}", file=sys.stderr)
+    return 2
+
+
 if __name__ == "__main__":
-    raise SystemExit(main())
+    raise SystemExit(told())

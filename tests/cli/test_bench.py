@@ -38,6 +38,23 @@ def working_in(folder: Path) -> list[int]:
     return found
 
 
+def test_what_fails_in_the_scratch_folder_is_told_of_the_folder_that_was_named(place: Path) -> None:
+    """The name of the scratch folder says nothing to anybody, and --db is not how another place is chosen."""
+    from agentctl.cli import bench
+    from agentctl.store.errors import EnvironmentFault
+
+    for fault in (
+        lambda scratch: EnvironmentFault(f"{scratch}/bench.db is on nfs", remedy="another place with --db PATH"),
+        lambda scratch: OSError(28, "No space left on device", f"{scratch}/bench-free.yaml"),
+    ):
+        with pytest.raises(EnvironmentFault) as caught, bench._scratch(place) as scratch:
+            raise fault(scratch)
+        assert str(place) in caught.value.message
+        assert bench.SCRATCH not in caught.value.message
+        assert "--folder" in (caught.value.remedy or "")
+        assert list(place.iterdir()) == []
+
+
 def test_it_measures_and_leaves_nothing(cli: Cli, place: Path) -> None:
     data = cli.json("bench", "--folder", place, "-n", "2", timeout=120 * time_factor()).data
     figures = {figure["name"]: figure for figure in data["figures"]}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import os
 import signal
 import time
 from collections import Counter
@@ -273,6 +274,27 @@ def test_what_is_in_flight_or_confirmed_cannot_be_called_unclear(field: Field) -
     assert "succeeded" in said(field, effect, "--status", "not-applied").error["message"]
     assert said(field, effect, "--status", "compensated", "--compensation-effect", effect).code == 5
     field.check_clean_end(drained=[pool])
+
+
+def test_an_effect_that_hangs_in_a_worker_without_a_supervisor(field: Field) -> None:
+    """Nobody would end that worker any more: the remedy names it, and works."""
+    pool = field.pool(1)
+    run_id = field.submit(field.workflow("slow", [field.tick_task("a", 60, idempotent=False)]))
+    field.busy(run_id)
+    pids = dict(field.rows("SELECT kind, pid FROM processes"))
+    os.kill(pids["coordinator"], signal.SIGSTOP)
+    pool.signal(signal.SIGKILL)
+    pool.wait(20)
+    os.kill(pids["coordinator"], signal.SIGKILL)
+    effect = field.scalar("SELECT effect_id FROM effects")
+    refused = said(field, effect, "--status", "not-applied")
+    assert (refused.code, refused.error["code"]) == (5, "conflict")
+    assert f"worker p (pid {pids['worker']}) holds it" in refused.error["message"]
+    assert f"kill -9 {pids['worker']}" in refused.error["remedy"]
+    os.kill(pids["worker"], signal.SIGKILL)
+    wait_until(lambda: not os.path.exists(f"/proc/{pids['worker']}"), "it is gone", seconds=20)
+    assert said(field, effect, "--status", "not-applied").code == 0
+    assert field("cancel", run_id).code == 0
 
 
 # -- budgets -----------------------------------------------------------------------------------------------------

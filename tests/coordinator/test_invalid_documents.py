@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 from agentctl.coordinator.compiler import compile_workflow
+from agentctl.coordinator.definition import load_workflow
 from agentctl.coordinator.diagnostics import Diagnostic, DocumentError
 
 HEAD = "apiVersion: agentctl.dev/v1\nkind: Workflow\nmetadata: {name: demo}\nspec:\n"
@@ -500,3 +502,12 @@ def test_the_literal_input_of_an_extension_is_checked(build: Any) -> None:
             build(action + f"  tasks: [{{id: t, uses: action:x, with: {given}}}]")
         (found,) = caught.value.diagnostics
         assert found.code == "schema_violation"
+
+
+def test_advice_is_told_beside_the_message_and_not_within_it(tmp_path: Path) -> None:
+    """Programs get it as `remedy` and `help`; glued to the message it would be said twice."""
+    with pytest.raises(DocumentError) as caught:
+        load_workflow(tmp_path / "nowhere.yaml")
+    error = caught.value
+    assert error.message.endswith("no such file")
+    assert error.remedy == error.diagnostics[0].help is not None

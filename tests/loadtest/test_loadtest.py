@@ -29,6 +29,30 @@ def load(*words: str | Path, code: int = 0) -> str:
     return done.stdout
 
 
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("verify", "/no/such/folder"),
+        ("verify", str(ROOT)),
+        ("steady", "--minutes", "0"),
+        ("torture", "--minutes", "-1"),
+        ("torture", "--minutes", "nan"),
+        ("torture", "--kill-every", "0"),
+        ("many-runs", "--workers", "0"),
+        ("many-runs", "--runs", "0"),
+        ("mixed", "--tasks", "1.5"),
+        ("mixed", "--folder", str(RUN)),
+    ],
+)
+def test_bad_arguments_are_told_in_a_line(words: tuple[str, ...]) -> None:
+    done = subprocess.run(
+        [sys.executable, str(RUN), *words], capture_output=True, encoding="utf-8", timeout=60, check=False
+    )
+    assert done.returncode == 2
+    assert "Traceback" not in done.stderr
+    assert "error: " in done.stderr.splitlines()[-1]
+
+
 def figure(report: str, name: str) -> float:
     """A figure of a report."""
     [line] = [line for line in report.splitlines() if line.startswith(f"| {name} |")]

@@ -309,3 +309,38 @@ def test_states_of_units() -> None:
     assert judge_units([found[0], found[2]]).status == "warn"
     assert judge_units(found[:1]).status == "ok"
     assert judge_units([]).status == "ok"
+
+
+RUNS = ("active", "running")
+REST = ("inactive", "dead")
+POOL = "agentctl-workers.service"
+COORDINATOR = "agentctl-coordinator.service"
+WORKER_1, WORKER_2 = "agentctl-worker@1.service", "agentctl-worker@2.service"
+
+
+@pytest.mark.parametrize(
+    ("system", "user", "status", "words"),
+    [
+        ([(POOL, *RUNS)], [], "ok", ["active"]),
+        ([(POOL, *RUNS), (WORKER_1, *RUNS), (WORKER_2, *RUNS)], [], "warn", ["a pool and 2 single workers", POOL]),
+        ([], [(POOL, *RUNS), (WORKER_1, *RUNS)], "warn", ["systemctl --user disable --now"]),
+        ([(POOL, *RUNS)], [(COORDINATOR, *RUNS), (WORKER_1, *RUNS)], "ok", ["active"]),
+        ([(POOL, *REST)], [], "warn", [f"inactive: {POOL}", f"systemctl start {POOL}"]),
+        ([], [(COORDINATOR, *REST), (WORKER_1, *RUNS)], "warn", [f"systemctl --user start {COORDINATOR}"]),
+        ([(POOL, *RUNS), (COORDINATOR, *REST)], [], "ok", ["active"]),
+        ([], [(POOL, "failed", "failed")], "fail", [f"journalctl --user -u {POOL}"]),
+        ([(POOL, "failed", "failed")], [], "fail", [f"journalctl -u {POOL}"]),
+        ([], [(POOL, "activating", "auto-restart")], "warn", [f"journalctl --user -u {POOL}"]),
+    ],
+)
+def test_layouts_and_scopes_of_units(
+    system: list[tuple[str, str, str]], user: list[tuple[str, str, str]], status: str, words: list[str]
+) -> None:
+    found = judge_units(system, user)
+    assert found.status == status
+    for word in words:
+        assert word in f"{found.message} {found.remedy}"
+
+
+def test_a_name_that_is_only_mentioned_is_no_unit() -> None:
+    assert units_of("agentctl-coordinator.service not-found inactive dead agentctl-coordinator.service") == []

@@ -56,6 +56,52 @@ def test_a_run_is_followed_to_its_end(field: Field) -> None:
     field.check_clean_end(drained=[pool])
 
 
+def test_what_is_cut_is_told_and_can_be_gone_on_with(field: Field) -> None:
+    """By pages of one run and of all: together they are everything, and the last one says that it is."""
+    field("init", "hello.yaml")
+    assert field("run", "hello.yaml").code == 0
+    everything = recorded(field)
+    assert len(everything) > 4
+    run_id = everything[0][0]
+    for words in ([run_id], []):
+        found: list[tuple[str, int]] = []
+        after = "start"
+        while True:
+            page = field.json("events", *words, "--limit", "3", "--after", after)
+            assert page.code == 0
+            assert page.err == ""
+            found += [(event["runId"], event["sequence"]) for event in page.data["events"]]
+            if page.data["next"] is None:
+                break
+            after = page.data["next"]
+        assert sorted(found) == everything
+        people = field("events", *words, "--limit", "3")
+        assert f"agentctl events{''.join(f' {word}' for word in words)} --after " in people.err
+        assert "more" not in field("events", *words).err
+    exact = field.json("events", run_id, "--limit", str(len(everything)))
+    assert exact.data["next"] is None
+
+
+def test_what_cannot_be_followed_is_refused_before_anything_is_said(field: Field) -> None:
+    field("init", "hello.yaml")
+    assert field("run", "hello.yaml").code == 0
+    refused = field.json("events", "--follow", "--limit", "5")
+    assert (refused.code, refused.out) == (2, "")
+    away = field.folder / "no" / "cursor"
+    for words in (["--follow"], []):
+        refused = field.json("events", *words, "--after", "start", "--cursor-file", away)
+        assert refused.code == 2
+        refused = field.json("events", *words, "--cursor-file", away)
+        assert (refused.code, refused.out, refused.error["code"]) == (5, "", "environment")
+        assert str(away) in refused.error["message"]
+    broken = field.folder / "cursor"
+    broken.write_text("something else\n")
+    refused = field.json("events", "--cursor-file", broken)
+    assert (refused.code, refused.out) == (2, "")
+    assert str(broken) in refused.error["message"]
+    assert "that file" in refused.error["remedy"]
+
+
 def test_all_runs_are_followed_through_kills_and_restarts(field: Field) -> None:
     """The reader is killed again and again, the pool as well, old runs are removed: nothing is left out."""
     place = field.root / "cursor"

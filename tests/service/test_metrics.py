@@ -125,7 +125,12 @@ def test_a_textfile_is_whole_and_readable(field: Field) -> None:
     writer.signal(signal.SIGTERM)
     assert writer.wait(20).code == 0
     assert [path.name for path in field.folder.glob(".agentctl.prom*")] == []
-    assert field.json("metrics", "write", field.folder / "no" / "where").code == 5
+    result = field.json("metrics", "write", field.folder / "no" / "where")
+    assert (result.code, result.error["code"]) == (5, "environment")
+    assert f"cannot write {field.folder / 'no' / 'where'}: there is no folder" in result.error["message"]
+    result = field.json("metrics", "write", "/proc/agentctl.prom")
+    assert result.code == 5
+    assert "cannot write /proc/agentctl.prom: " in result.error["message"]
 
 
 def test_without_the_extra_a_remedy_is_named(field: Field) -> None:

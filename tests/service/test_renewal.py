@@ -49,7 +49,11 @@ def test_a_worker_alone_renews_itself_in_place(field: Field, manager: Manager) -
     wait_until(lambda: len(manager_ready(manager)) == 4, "it is ready again")
     assert {(row[0], row[2], row[3]) for row in rows} == {(worker.pid, "solo", None)}
     assert manager_ready(manager) == [worker.pid] * 4
+    # systemd takes STOPPING=1 at its word: it waits for the end of the main process, and kills it when its time is up.
+    assert manager.heard("STOPPING=1") == []
     field.check_clean_end(drained=[worker, coordinator])
+    manager.drain()
+    assert set(manager.heard("STOPPING=1")) == {worker.pid}  # a real stop is still told
 
 
 def manager_ready(manager: Manager) -> list[int]:

@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import json
 import os
+import pwd
 import re
 import runpy
 import shlex
 import shutil
 import subprocess
+import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
+from agentctl.cli import install
 from agentctl.cli.unit_files import COORDINATOR, MARK, POOL, STOP_SLACK_SECONDS, WORKER, Site, quoted, units
 from support.field import Field
 
@@ -127,6 +130,7 @@ def test_words_keep_their_meaning(word: str, text: str) -> None:
 
 SYSTEMCTL = """\
 #!/bin/sh
+case "$*" in *list-units*) for unit in $RUNNING; do echo "$unit loaded active running $unit"; done; exit 0;; esac
 printf '%s\\n' "$*" >> "$SAID"
 case "$*" in *"$FAILS"*) echo "Failed to connect to bus" >&2; exit 1;; esac
 """
@@ -142,6 +146,7 @@ def systemd(field: Field) -> Path:
     field.environment |= {
         "SAID": str(said),
         "FAILS": "nothing of this",
+        "RUNNING": "",
         "XDG_CONFIG_HOME": str(field.root / "config"),
         "PATH": f"{tools}:{os.environ['PATH']}",
     }
@@ -237,6 +242,9 @@ def test_a_systemctl_that_fails_is_told_of(field: Field, systemd: Path, step: st
         (["--user", "--max-age", "soon"], 2),
         (["--user", "--writable", "/tmp/a\nb"], 2),
         (["--user", "-n", "0"], 2),
+        (["--user", "--writable", "/srv"], 2),
+        (["--run-as", "root", "--writable", "/no/such/folder"], 2),
+        (["--run-as", "root", "--db", "/tmp/runtime.db"], 2),
     ],
 )
 def test_what_cannot_be_installed(field: Field, systemd: Path, words: list[str], code: int) -> None:
@@ -244,6 +252,117 @@ def test_what_cannot_be_installed(field: Field, systemd: Path, words: list[str],
     assert result.code == code, result.err
     assert not systemd.exists()
     assert (field.root / "said").read_text() == ""
+
+
+def told(field: Field) -> list[str]:
+    """What `systemctl` was told since the last look, without the reload that comes first."""
+    said = field.root / "said"
+    lines = said.read_text().splitlines()
+    said.write_text("")
+    assert lines[:1] == ["--user daemon-reload"]
+    return lines[1:]
+
+
+def test_what_has_changed_is_restarted(field: Field, systemd: Path) -> None:
+    """`enable --now` leaves a unit that runs with its old settings."""
+    running = {"RUNNING": POOL}
+    assert field.json("workers", "install", "--user", "-n", "2").data["restarted"] == []
+    assert told(field) == [f"--user enable --now {POOL}"]
+    assert field.json("workers", "install", "--user", "-n", "2", env=running).data["restarted"] == []
+    assert told(field) == [f"--user enable --now {POOL}"]  # nothing has changed: nothing is interrupted
+    result = field("workers", "install", "--user", "-n", "3", env=running)
+    assert f"restarted, since they have changed: {POOL}" in result.out
+    assert told(field) == [f"--user try-restart {POOL}", f"--user enable --now {POOL}"]
+
+
+def wanted_by(systemd: Path, *names: str) -> None:
+    wants = systemd / "default.target.wants"
+    wants.mkdir(exist_ok=True)
+    for name in names:
+        (wants / name).symlink_to(systemd / name)
+
+
+def test_another_layout_and_higher_numbers_are_replaced(field: Field, systemd: Path) -> None:
+    eight = [f"agentctl-worker@{number}.service" for number in range(1, 9)]
+    assert field.json("workers", "install", "--user", "--each", "-n", "8").code == 0
+    wanted_by(systemd, COORDINATOR, *eight[:4], "agentctl-worker@big.service")
+    running = {"RUNNING": " ".join([COORDINATOR, *eight])}
+    told(field)
+    result = field.json("workers", "install", "--user", "--each", "-n", "6", env=running)
+    assert (result.data["replaced"], result.data["left"]) == (eight[6:], ["agentctl-worker@big.service"])
+    assert "agentctl-worker@big.service" in result.err
+    assert told(field)[-1] == f"--user disable --now {' '.join(eight[6:])}"
+    result = field.json("workers", "install", "--user", "-n", "6", env=running)
+    assert set(result.data["replaced"]) == {COORDINATOR, *eight}
+    start, stop = told(field)
+    assert start == f"--user enable --now {POOL}"
+    assert stop.startswith("--user disable --now ")
+    assert set(stop.split()[3:]) == {COORDINATOR, *eight}
+    shown = field("workers", "install", "--user", "-n", "6", "--no-enable", env=running).out
+    assert "then: `systemctl --user disable --now" in shown
+
+
+def test_units_of_others_are_never_disabled(field: Field, systemd: Path) -> None:
+    systemd.mkdir(parents=True)
+    (systemd / COORDINATOR).write_text("[Service]\nExecStart=/bin/true\n")
+    wanted_by(systemd, COORDINATOR)
+    result = field.json("workers", "install", "--user", env={"RUNNING": COORDINATOR})
+    assert (result.data["replaced"], result.data["left"]) == ([], [])
+    assert told(field) == [f"--user enable --now {POOL}"]
+
+
+@pytest.mark.parametrize(("step", "words"), [("daemon-reload", "XDG_RUNTIME_DIR"), ("enable", "journalctl --user -u")])
+def test_a_failing_systemctl_has_a_remedy(field: Field, systemd: Path, step: str, words: str) -> None:
+    result = field.json("workers", "install", "--user", env={"FAILS": step})
+    assert words in result.error["remedy"]
+
+
+def root_site(**facts: object) -> Site:
+    return Site(**{"program": "/usr/bin/agentctl", "user": "root", **facts})  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("facts", "word"),
+    [
+        ({}, None),
+        ({"writable": ("/no/such/folder",)}, "there is no folder /no/such/folder"),
+        ({"database": "/no/such/folder/runtime.db"}, "there is no folder /no/such/folder"),
+        ({"database": "/tmp/runtime.db"}, "a /tmp of its own"),
+        ({"writable": ("/var/tmp",)}, "a /tmp of its own"),
+        ({"needs": ("/tmp/venv/bin/python",)}, "could not start agentctl"),
+    ],
+)
+def test_system_units_that_could_not_work(facts: dict[str, object], word: str | None) -> None:
+    found = [problem.message for problem in install._problems(root_site(**facts), None)]
+    assert (found == []) if word is None else (word in found[0])
+
+
+def test_a_program_that_the_user_of_the_units_cannot_reach() -> None:
+    with tempfile.TemporaryDirectory() as made:
+        Path(made).chmod(0o755)  # those of pytest are closed to other users
+        folder = Path(made) / "venv"
+        folder.mkdir(mode=0o700)
+        nobody = pwd.getpwnam("nobody")
+        assert install._closed_folder(str(folder / "python"), nobody) == str(folder)
+        assert install._closed_folder(str(folder / "python"), pwd.getpwnam("root")) is None
+        folder.chmod(0o755)
+        assert install._closed_folder(str(folder / "python"), nobody) is None
+
+
+@pytest.mark.parametrize(
+    ("place", "home"),
+    [("/home/me/venv/bin/python", "read-only"), ("/root/x", "read-only"), ("/rootfs/x", "yes"), ("/opt/x", "yes")],
+)
+def test_an_interpreter_at_home_can_be_seen(place: str, home: str) -> None:
+    """The program itself may be a link from elsewhere."""
+    made = units(Site("/usr/local/bin/agentctl", "agentctl", needs=(place,)))
+    assert {settings(text)["ProtectHome"][0] for text in made.values()} == {home}
+
+
+def test_print_tells_what_could_not_work(field: Field, systemd: Path) -> None:
+    result = field("workers", "install", "--print", "--writable", "/no/such/folder")
+    assert result.code == 0
+    assert "there is no folder /no/such/folder" in result.err
 
 
 def test_a_stop_leaves_time_for_what_a_drain_takes() -> None:

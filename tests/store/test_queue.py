@@ -9,7 +9,7 @@ from pathlib import Path
 import apsw
 import pytest
 from agentctl.store.engine import Store
-from agentctl.store.errors import ConflictError, IncompatibleVersion, LeaseLost, NotFoundError
+from agentctl.store.errors import ConflictError, IncompatibleVersion, LeaseLost, NotFoundError, UsageError
 from agentctl.store.records import EffectEnd, StartedEffect
 from support.builders import LEASE_MS, Driver, Hand, effect_request, new_run, open_store, process_row
 from support.clock import ManualClock
@@ -345,6 +345,17 @@ def test_a_process_row_ends_once_and_is_pruned_when_it_holds_nothing(store: Stor
     assert not store.request_drain("w4")
     with pytest.raises(NotFoundError):
         store.find_process("w4", "worker")
+
+
+def test_a_name_of_several_processes_names_nobody(store: Store) -> None:
+    """Two pools, or workers alone, may give the same name."""
+    for process_id in ("worker-a", "worker-b"):
+        store.register(process_row(process_id, name="w1"))
+    with pytest.raises(UsageError) as caught:
+        store.find_process("w1", "worker")
+    assert "worker-a" in caught.value.message
+    assert "worker-b" in caught.value.message
+    assert store.find_process("worker-b", "worker").process_id == "worker-b"
 
 
 # -- cost --------------------------------------------------------------------------------------------------------------
