@@ -125,7 +125,7 @@ def _scratch(place: Path) -> Iterator[Path]:
 def _machine(place: Path) -> dict[str, Any]:
     import platform
 
-    import apsw
+    from agentctl.store.database import sqlite_version
     from agentctl.store.filesystem import filesystem_type
     from agentctl.store.version import VERSION
 
@@ -133,7 +133,7 @@ def _machine(place: Path) -> dict[str, Any]:
         "filesystem": filesystem_type(place),
         "processors": os.cpu_count(),
         "python": platform.python_version(),
-        "sqlite": apsw.sqlite_lib_version(),
+        "sqlite": sqlite_version(),
         "version": VERSION,
     }
 

@@ -535,3 +535,8 @@ def _pragma(connection: Connection, name: str) -> int:
 def all_rows(cursor: apsw.Cursor) -> list[Any]:
     """Every row of a statement, as tuples whose types the statement knows."""
     return cursor.fetchall()
+
+
+def sqlite_version() -> str:
+    """The version of the SQLite that comes with the binding; there is no other in use."""
+    return apsw.sqlite_lib_version()
