@@ -432,7 +432,9 @@ def _taken_over(tx: Connection, run: Run) -> Iterator[TakenOver]:
     status = _LATEST.format(column="status", effect="e.effect_id")
     for task_id, effect_id, owner in tx.execute(
         "SELECT t.task_id, json_extract(j.value, '$.effectId'), e.run_id "  # noqa: S608
-        "FROM tasks t JOIN json_each(t.reuse_decision_json, '$.sourceEffects') j "
+        # A damaged text is found by whoever verifies the run; here it must not keep anybody from getting there.
+        "FROM tasks t JOIN json_each(CASE WHEN json_valid(t.reuse_decision_json) THEN t.reuse_decision_json ELSE '{}' "
+        "END, '$.sourceEffects') j "
         "LEFT JOIN effects e ON e.effect_id = json_extract(j.value, '$.effectId') "
         "WHERE t.task_no BETWEEN ? AND ? AND t.disposition = 'reused' "
         "AND json_extract(j.value, '$.effectClass') NOT IN ('pure', 'observe', 'model') "
