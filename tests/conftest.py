@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from zlib import crc32
 
 import pytest
 
@@ -14,6 +15,31 @@ if HERE not in sys.path:
 
 from support.children import Children  # noqa: E402
 from support.clock import FixedIds, ManualClock  # noqa: E402
+from support.scale import share  # noqa: E402
+
+SAMPLED = (
+    *("cli/", "crash/", "recovery/", "service/", "field_reports/", "examples/test_devops.py"),
+    *("worker/test_a2a.py", "worker/test_extension.py", "worker/test_mcp.py", "worker/test_providers.py"),
+)
+"""Tests that start real processes or servers for each case. Below full scale a part of the cases runs (`share`)."""
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Leave cases out, always the same ones of the same set; not where the command line names cases."""
+    if any("::" in argument for argument in config.args) or config.option.keyword:
+        return
+    cases: dict[str, list[pytest.Item]] = {}
+    for item in items:
+        name = item.nodeid.removeprefix("tests/")
+        if "[" in name and name.startswith(SAMPLED):
+            cases.setdefault(name.partition("[")[0], []).append(item)
+    left_out: set[str] = set()
+    for found in cases.values():
+        found.sort(key=lambda item: crc32(item.nodeid.encode()))
+        left_out.update(item.nodeid for item in found[share(len(found)) :])
+    if left_out:
+        config.hook.pytest_deselected(items=[item for item in items if item.nodeid in left_out])
+        items[:] = [item for item in items if item.nodeid not in left_out]
 
 
 @pytest.fixture

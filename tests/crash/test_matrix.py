@@ -241,7 +241,10 @@ def selection(cases: list[Case], each: int, first: int = 0) -> list[Any]:
 
 def test_the_matrix_has_every_point() -> None:
     named = {*WORKER_POINTS, *DRIVER_POINTS, *RESCUE_POINTS, *DECISION_POINTS, *COLLECTOR_POINTS, *REMOTE_POINTS}
-    assert named | {"after_create_run"} == set(POINTS)
+    derived = {"before_derived_run", "during_derived_run"}  # tests/recovery/test_creation.py
+    made = {f"{when}_{what}" for when in ("before", "after") for what in ("replay", "compensation")}
+    # `made`: test_replay_and_compensation.py
+    assert named | {"after_create_run"} | derived | made == set(POINTS)
 
 
 # -- workers -----------------------------------------------------------------------------------------------------------

@@ -22,6 +22,11 @@ def repeats(full: int, at_least: int = 1) -> int:
     return max(at_least, math.ceil(full * scale()))
 
 
+def share(cases: int) -> int:
+    """How many of the cases of one parametrized test with real processes run: a third below full scale, never none."""
+    return cases if scale() >= 1 else math.ceil(cases / 3)
+
+
 def time_factor() -> float:
     """The factor on every bound of time that a test checks."""
     return max(1.0, float(os.environ.get("AGENTCTL_TIME_FACTOR") or 1))
