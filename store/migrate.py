@@ -40,7 +40,9 @@ def version_of(path: Path) -> int:
     import apsw
 
     from .database import log_is_empty, open_immutable, open_to_look, translate
+    from .filesystem import require_local
 
+    require_local(path)  # first, since a look with locks leaves its mark in the index of the log
     try:
         if log_is_empty(path):
             with contextlib.suppress(apsw.Error):  # somebody has just begun: a look with locks decides what it is
