@@ -54,15 +54,21 @@ def backup(store: Store, destination: Path) -> dict[str, Any]:
         raise UsageError(f"the folder of {destination} does not exist", remedy="make it first")
     _refuse_inside(store, destination)
     _remove_leftovers(destination.parent, _PARTIAL)
-    with _new_folder(destination) as partial:
-        copied = Blobs(partial / NAME, store.clock)
-        with _no_collection(store.artifacts.blobs):
-            _copy_database(store.database, partial, destination)
-            with _named(partial, destination):
-                settled, runs, rows = _settle(partial / NAME, store.clock)
-            count, size = _copy_blobs(rows, store.artifacts.blobs, copied, destination)
-        with _writing(destination):
-            _sync_tree(partial)
+    partial = destination.with_name(f"{_UNFINISHED}{writer_name()}{_PARTIAL}")
+    try:
+        with _new_folder(partial, destination):
+            copied = Blobs(partial / NAME, store.clock)
+            with _no_collection(store.artifacts.blobs):
+                _copy_database(store.database, partial, destination)
+                with _named(partial, destination):
+                    settled, runs, rows = _settle(partial / NAME, store.clock)
+                count, size = _copy_blobs(rows, store.artifacts.blobs, copied, destination)
+            with _writing(destination):
+                _sync_tree(partial)
+    except BaseException:
+        # Not left to the context manager: a signal may come when it has made the folder and the block has not begun.
+        shutil.rmtree(partial, ignore_errors=True)
+        raise
     return {
         "path": str(destination),
         "databaseBytes": (destination / NAME).stat().st_size,
@@ -377,19 +383,14 @@ def _is_there(target: Blobs, digest: str, size: int) -> bool:
 
 
 @contextmanager
-def _new_folder(destination: Path) -> Iterator[Path]:
-    """A folder that gets its name when the block has ended well, and is gone when it has not."""
-    partial = destination.with_name(f"{_UNFINISHED}{writer_name()}{_PARTIAL}")
-    try:
-        with _writing(destination):
-            partial.mkdir(mode=0o700)
-        yield partial
-        with _writing(destination):
-            os.rename(partial, destination)
-            sync_folder(destination.parent)
-    except BaseException:
-        shutil.rmtree(partial, ignore_errors=True)
-        raise
+def _new_folder(partial: Path, destination: Path) -> Iterator[None]:
+    """The folder `partial`, which gets its name when the block has ended well. Who calls it removes it otherwise."""
+    with _writing(destination):
+        partial.mkdir(mode=0o700)
+    yield
+    with _writing(destination):
+        os.rename(partial, destination)
+        sync_folder(destination.parent)
 
 
 def _remove_leftovers(folder: Path, ending: str) -> None:
