@@ -138,8 +138,9 @@ class Views:
             ):
                 if disposition == "reused":
                     reused.append(task_id)
-                # What waits for a person has an attempt, and has not been executed yet.
-                elif attempt > 0 and state in TASK_FINAL:
+                # What waits for a person has an attempt, and has not been executed yet; what fails in the driver's own
+                # hands (an assertion) has none, and was.
+                elif state in ("succeeded", "failed") or (attempt > 0 and state in TASK_FINAL):
                     executed.append(task_id)
             lineage = _lineage(tx, run_id) or {}
             data: dict[str, Any] = {
