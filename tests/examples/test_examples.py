@@ -624,4 +624,5 @@ def test_example(field: Field, file: str) -> None:
     named = [word for line in header for word in line.split() if word.endswith(".yaml")]
     assert f"ops/examples/{file}" in named
     assert [word for word in named if not (EXAMPLES.parents[1] / word).is_file()] == []
-    field.check_clean_end(uncertain=file in UNCERTAIN)
+    if field.database.exists():  # what only another example executes leaves none
+        field.check_clean_end(uncertain=file in UNCERTAIN)
