@@ -15,7 +15,15 @@ from typing import Any
 
 from agentctl.store.canonical import canonical, hex_digest, loads
 from agentctl.store.clock import IdSource
-from agentctl.store.compensations import MAPPING, Compensations, CompensationSource, EffectFact, TakenOver, in_doubt
+from agentctl.store.compensations import (
+    MAPPING,
+    Compensations,
+    CompensationSource,
+    EffectFact,
+    TakenOver,
+    by_task,
+    in_doubt,
+)
 from agentctl.store.engine import Store
 from agentctl.store.errors import ConflictError, RunMoved, TaskFault
 from agentctl.store.faults import Faults
@@ -25,7 +33,7 @@ from agentctl.store.verification import require_sound
 from .compiler import digest_of_plan
 from .expressions import Scope, compile_value, compile_vars, has_template
 from .plan import MEMORY_WRITERS, PLAN_FORMAT, CompiledTask, Plan, RetryPolicy, keeps_artifacts
-from .submission import budget_limits
+from .submission import fields_of
 
 log = logging.getLogger(__name__)
 
@@ -155,7 +163,8 @@ def start_compensation(
 
     One durable transaction creates it, and only on what the plan was made from; two that compensate the same run at
     once make one run. With `automatic` a run is made only while somebody has to start it (`compensations.due`), and
-    that is over when it has been made, or when there is nothing to do. Raises as `plan_compensation`.
+    that is over when it has been made, or when there is nothing to do. Raises as `plan_compensation`, and
+    `ConflictError`, with nothing made, when others change the source again and again meanwhile.
     """
     compensations = Compensations(store.database, store.clock)
     for _ in range(TRIES):
@@ -187,7 +196,7 @@ def start_compensation(
 def start_what_is_due(store: Store, ids: IdSource, faults: Faults, run_id: str, *, actor: str) -> str | None:
     """Start the automatic compensation of a failed run if nobody has; the id of its run, or None.
 
-    The look is cheap. Raises as `plan_compensation`.
+    The look is cheap. Raises as `start_compensation`.
     """
     if not Compensations(store.database, store.clock).is_due(run_id):
         return None
@@ -223,7 +232,7 @@ class _Planner:
         self._inputs = loads(source.documents.inputs_json)
         self._tasks = _Texts(source.outputs)
         self._memory = _Texts(source.memory)
-        self._effects = _by_task(source.effects)
+        self._effects = by_task(source.effects)
         self._unresolved = dict(self._attempted())
 
     def plan(self, tasks: Sequence[str]) -> CompensationPlan:
@@ -294,19 +303,12 @@ class _Planner:
         for earlier in self._source.earlier:
             if not earlier.ended:
                 continue
-            for task_id, effects in _by_task(earlier.effects).items():
+            for task_id, effects in by_task(earlier.effects).items():
                 for place, effect in enumerate(effects):
                     doubt = None if effect.happened else _doubt(effect, effects[place + 1 :], "compensation")
                     if doubt is not None:
                         for effect_id in earlier.mapping.get(task_id, ()):
                             yield effect_id, doubt
-
-
-def _by_task(effects: Sequence[EffectFact]) -> dict[str, list[EffectFact]]:
-    found: dict[str, list[EffectFact]] = {}
-    for effect in effects:
-        found.setdefault(effect.task_id, []).append(effect)
-    return found
 
 
 def _doubt(effect: EffectFact, later: Sequence[EffectFact], whose: str) -> tuple[str, str] | None:
@@ -412,25 +414,17 @@ def _new_run(
         run_id=ids.new_id("compensation"),
         trace_id=ids.new_id("trace"),
         mode="compensation",
-        workflow_name=name,
-        workflow_digest=workflow_digest,
-        plan_digest=derived.plan_digest,
         submission_digest=hex_digest(f"{derived.plan_digest}\n{inputs_json}\n{place}"),
         workflow_json=canonical(workflow),
         plan_json="".join(derived.canonical_chunks()),
         inputs_json=inputs_json,
         settings_json=canonical(settings),
         base_path=place,
-        task_ids=order,
-        max_concurrency=1,
-        max_deliveries=plan.max_deliveries,
-        memory=source.memory,
-        budget_limits=budget_limits(plan.budget),
-        pricing_version=(plan.budget.get("pricing") or {}).get("version"),
         priority=run.priority,
         actor=actor,
         source_run_id=run.run_id,
         lineage_json=canonical(lineage),
+        **fields_of(derived),
     )
     return new, workflow, derived
 

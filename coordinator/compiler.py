@@ -19,7 +19,7 @@ from agentctl.store.embedding import LOCAL_HASH
 from agentctl.store.memory_entries import DEFAULT_NAMESPACE
 
 from .capabilities import agent_problems
-from .definition import PROCESS_KINDS, Compensate, LoadedDocument, Retry, Route, Task, Tool
+from .definition import PROCESS_KINDS, Action, Compensate, LoadedDocument, Retry, Route, Task, Tool
 from .diagnostics import Diagnostic, DocumentError, Path, did_you_mean
 from .expansion import ExpansionError, Fanout, expansion_id, loop_guard, output_of, plan_foreach, plan_loop, plan_matrix
 from .expressions import (
@@ -33,7 +33,7 @@ from .expressions import (
 )
 from .kinds import EFFECTS, MUTATING, may_mutate
 from .long_term_input import embeds, long_term_problems
-from .peers import address_problems, asked_by, call_problems, peer_problems, with_peers
+from .peers import address_problems, asked_by, call_problems, declared_peers, version_problem, with_peers
 from .plan import (
     MAX_TASKS,
     MEMORY_WRITERS,
@@ -561,27 +561,38 @@ class _Compiler:
         source.predictability = facts.predictability
         defaults = self.defaults_of(source)
         source.input = {**defaults, **task.with_} if defaults and task.with_ else task.with_ or defaults
-        limit = action.timeout_seconds if action.kind in PROCESS_KINDS or asked_by(action.kind) else None
-        # The task's own limit holds for every kind (contract table, row 10); a process has the smaller of both.
-        given = [seconds for seconds in (task.timeout_seconds, limit) if seconds is not None]
-        if given:
-            source.timeout_seconds = min(given)
+        source.timeout_seconds = self.limit_of(action, task.timeout_seconds, source.timeout_seconds)
         references |= self.action_defaults(source, ids)
-        self.check_action_features(name)
+        self.check_use(source, facts)
+        if self.own_memory(source):
+            self.memory_keys(source, references)
+
+    @staticmethod
+    def limit_of(action: Action, own: int | None, usual: int) -> int:
+        """Seconds that a use of an action may take: what it says itself, or else `usual`.
+
+        That holds for every kind (contract table, row 10); a process or a call has the smaller of it and its action's.
+        """
+        limit = action.timeout_seconds if action.kind in PROCESS_KINDS or asked_by(action.kind) else None
+        return min((seconds for seconds in (own, limit) if seconds is not None), default=usual)
+
+    def check_use(self, source: _Source, facts: _Kind) -> None:
+        """What holds for every use of an action: by a task, or to undo one."""
+        kind = self.spec.actions[source.action_name].kind
+        self.check_action_features(source.action_name)
         self.check_input(source, facts)
-        for field_name, message in (
-            *long_term_problems(action.kind, source.input),
-            *call_problems(action.kind, source.input),
-        ):
+        for field_name, message in (*long_term_problems(kind, source.input), *call_problems(kind, source.input)):
             self.report("schema_violation", message, self.input_path(source, field_name))
         self.check_extension_input(source)
         self.check_peers(source)
+        self.check_embedding(kind)
+
+    def check_embedding(self, kind: str) -> None:
+        """Only the built-in embedding is there; a kind that needs none does not mind."""
         long_term = self.spec.memory.long_term
-        if long_term is not None and embeds(action.kind) and long_term.embedding.provider != LOCAL_HASH:
+        if long_term is not None and embeds(kind) and long_term.embedding.provider != LOCAL_HASH:
             place = ("spec", "memory", "longTerm", "embedding", "provider")
             self.unsupported("an embedding by a provider", place, f"use {LOCAL_HASH}")
-        if self.own_memory(source):
-            self.memory_keys(source, references)
 
     def check_extension_input(self, source: _Source) -> None:
         """The input of an extension holds to its contract here already, where all of it is known."""
@@ -600,7 +611,7 @@ class _Compiler:
         if asked is None or source.action_kind is None:
             return
         field_name, place = asked
-        declared = self.spec.mcp_servers if place == "mcpServers" else self.spec.a2a_peers
+        declared = declared_peers(self.spec, source.action_kind)
         name = source.input.get(field_name)
         if type(name) is not str or not name:
             return  # reported with the other fields
@@ -622,8 +633,10 @@ class _Compiler:
         """Take note of the servers or peers that an action may ask, and check those that are new."""
         known = self.asked.setdefault(action_name, set())
         for each in sorted(names - known):
-            for code, path, message, hint in peer_problems(self.spec, self.spec.actions[action_name].kind, each):
-                self.report(code, message, path, help=hint)
+            problem = version_problem(self.spec, self.spec.actions[action_name].kind, each)
+            if problem is not None:
+                path, message, hint = problem
+                self.report("unsupported_capability", message, path, help=hint)
         known |= names
 
     def check_agent(self, source: _Source, name: str, ids: set[str], references: set[Ref]) -> None:
@@ -652,10 +665,11 @@ class _Compiler:
                 self.unsupported(f"an action of kind {action.kind}", ("spec", "tools", tool_name, "action"))
                 continue
             self.check_action_features(tool.action)
+            self.check_embedding(action.kind)
             asked = asked_by(action.kind)
             if asked is not None:
                 # The model chooses, unless the action itself names one.
-                declared = self.spec.mcp_servers if asked[1] == "mcpServers" else self.spec.a2a_peers
+                declared = declared_peers(self.spec, action.kind)
                 fixed = action.with_.get(asked[0])
                 self.check_asked(tool.action, {fixed} if type(fixed) is str and fixed in declared else set(declared))
             if source.namespace is not None and action.kind in _OWN_NAMES:
@@ -695,21 +709,16 @@ class _Compiler:
         own.input = {**defaults, **declared.with_}
         self.references(declared.with_, (*path, "with"), own, ids)
         self.action_defaults(own, ids)
-        self.check_action_features(name)
-        self.check_input(own, facts)
-        self.check_extension_input(own)
-        self.check_peers(own)
-        for field_name, message in long_term_problems(action.kind, own.input):
-            self.report("schema_violation", message, self.input_path(own, field_name))
+        self.check_use(own, facts)
         self.own_memory(own)
-        limit = action.timeout_seconds if action.kind in PROCESS_KINDS else None
-        given = [seconds for seconds in (declared.timeout_seconds, limit) if seconds is not None]
         source.compensate = {
             "uses": name,
             "actionKind": action.kind,
             "input": own.input,
             "retry": _retry(declared.retry).to_json(),
-            "timeoutSeconds": min(given, default=self.spec.runtime.default_timeout_seconds),
+            "timeoutSeconds": self.limit_of(
+                action, declared.timeout_seconds, self.spec.runtime.default_timeout_seconds
+            ),
         }
 
     def check_action_features(self, name: str) -> None:

@@ -284,17 +284,15 @@ class Coordinator:
 
     def _compensate(self, run_id: str) -> None:
         """Start the automatic compensation of a failed run; it is driven like any other. What goes wrong, stays due."""
-        now = self._clock.monotonic()
-        if now < self._not_before.get(run_id, now):
-            return
         from .compensation import start_what_is_due
 
         try:
             started = start_what_is_due(self.store, self._ids, self._faults, run_id, actor=self.process_id)
         except AgentctlError as error:
             log.error("the compensation of %s could not be started: %s", run_id, error.message)
-            self._not_before[run_id] = now + COMPENSATION_PAUSE_SECONDS
+            self._not_before[run_id] = self._clock.monotonic() + COMPENSATION_PAUSE_SECONDS
             return
+        self._not_before.pop(run_id, None)
         if started is not None:
             log.info("%s compensates %s", started, run_id)
 

@@ -9,10 +9,9 @@ from __future__ import annotations
 import os
 from pathlib import Path as FilePath
 
-from agentctl.store.policy import is_inside
-
 from .definition import LoadedDocument
 from .diagnostics import Diagnostic, DocumentError, Path
+from .named_files import locate
 from .yaml_document import read_bytes
 
 
@@ -36,16 +35,8 @@ def read_instructions(
         def report(code: str, message: str, help: str | None = None, place: Path = place) -> None:
             found.append(document.source.diagnostic(code, message, place, help=help))
 
-        if "${{" in name:
-            report("invalid_template", "the path of instructions is literal")
-            continue
-        if ".." in name.split("/"):
-            hint = "name a file beside the workflow, below it, or in the workspace"
-            report("policy_denied", f"the path {name!r} has a '..' component", hint)
-            continue
-        path = os.path.realpath(os.path.join(home, name))
-        if not is_inside(path, root) and not is_inside(path, home):
-            report("policy_denied", f"{name!r} leads out of the workspace and of the folder of the workflow")
+        path = locate(name, "instructions", home, root, "copy the file", report)
+        if path is None:
             continue
         try:
             text = read_bytes(FilePath(path), name).decode("utf-8")

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from agentctl.store.policy import Decision, Policy, decide_effect, policy_name_of
+from agentctl.store.states import LOOKS_ONLY
 
 if TYPE_CHECKING:
     from .definition import Spec
@@ -40,9 +41,6 @@ EFFECTS: dict[str, EffectFacts] = {
     "a2a.delegate": EffectFacts("a2a.delegate", "remote_agent", "high"),
 }
 """Action kinds that have an effect; the others (assign, assert, memory.read) have none."""
-
-LOOKS_ONLY = frozenset({"pure", "observe", "model"})
-"""Effect classes that change nothing which could be undone (contract 5.7)."""
 
 MUTATING = frozenset(kind for kind, facts in EFFECTS.items() if facts.effect_class not in LOOKS_ONLY)
 """Action kinds whose effect changes something: what can be compensated, and can compensate (contract 2.9)."""

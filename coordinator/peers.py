@@ -14,15 +14,15 @@ from .diagnostics import Path
 from .expressions import has_template
 
 if TYPE_CHECKING:
-    from .definition import Spec
+    from .definition import A2aPeer, McpServer, Spec
 
 MCP_VERSIONS: Final = ("2025-03-26", "2025-06-18", "2025-11-25")
 """Revisions of MCP that have Streamable HTTP and sessions."""
 
 A2A_VERSIONS: Final = ("1.0",)
 
-_PLACES: Final = {"mcp.call": ("server", "mcpServers", "url"), "a2a.delegate": ("peer", "a2aPeers", "cardUrl")}
-"""Kind to: input field that names it, place in `spec`, field with the address."""
+_PLACES: Final = {"mcp.call": ("server", "mcpServers"), "a2a.delegate": ("peer", "a2aPeers")}
+"""Kind to: input field that names it, place in `spec`."""
 
 _EXAMPLE: Final = "for example https://tools.example.org/mcp"
 
@@ -31,8 +31,7 @@ _OPEN_PORTS: Final = {"http": 80, "https": 443}
 
 def asked_by(kind: str | None) -> tuple[str, str] | None:
     """(field of the input that names a server or peer, its place in `spec`) of an action kind, or None."""
-    found = _PLACES.get(kind or "")
-    return None if found is None else (found[0], found[1])
+    return _PLACES.get(kind or "")
 
 
 def call_problems(kind: str, given: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
@@ -42,23 +41,22 @@ def call_problems(kind: str, given: Mapping[str, Any]) -> Iterator[tuple[str, st
         yield "arguments", "arguments must be a mapping"
 
 
-def peer_problems(spec: Spec, kind: str, name: str) -> Iterator[tuple[str, Path, str, str | None]]:
-    """(code, path, message, help) of what is wrong with a server or peer that a task may ask."""
-    _, place, field = _PLACES[kind]
+def version_problem(spec: Spec, kind: str, name: str) -> tuple[Path, str, str] | None:
+    """(path, message, help) when a server or peer that a task may ask speaks a version that is not known here."""
     known: tuple[str, ...]
     if kind == "mcp.call":
-        server = spec.mcp_servers[name]
-        url, version, known = server.url, server.protocol_version, MCP_VERSIONS
+        version, known = spec.mcp_servers[name].protocol_version, MCP_VERSIONS
     else:
-        peer = spec.a2a_peers[name]
-        url, version, known = peer.card_url, peer.protocol_version, A2A_VERSIONS
-    path: Path = ("spec", place, name)
-    problem = url_problem(url)
-    if problem is not None:
-        yield "schema_violation", (*path, field), problem, _EXAMPLE
-    if version not in known:
-        message = f"protocol version {version!r} is not supported by this version"
-        yield "unsupported_capability", (*path, "protocolVersion"), message, "one of " + ", ".join(known)
+        version, known = spec.a2a_peers[name].protocol_version, A2A_VERSIONS
+    if version in known:
+        return None
+    path: Path = ("spec", _PLACES[kind][1], name, "protocolVersion")
+    return path, f"protocol version {version!r} is not supported by this version", "one of " + ", ".join(known)
+
+
+def declared_peers(spec: Spec, kind: str) -> Mapping[str, McpServer] | Mapping[str, A2aPeer]:
+    """The servers or peers that an action of such a kind may ask, by name."""
+    return spec.mcp_servers if kind == "mcp.call" else spec.a2a_peers
 
 
 def address_problems(spec: Spec) -> Iterator[tuple[Path, str, str]]:

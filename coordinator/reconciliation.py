@@ -73,8 +73,7 @@ def reconcile(store: Store, effect: dict[str, Any], conclusion: Conclusion, ids:
 
 def require_permission(store: Store, effect: dict[str, Any], conclusion: Conclusion) -> None:
     """Raise what `reconcile` would raise for want of words or permission, before anything is asked for its result."""
-    if not conclusion.actor.strip() or not conclusion.reason.strip():
-        raise UsageError("a reconciliation needs an actor and a reason", remedy="give --actor and --reason")
+    _check_words(conclusion)
     _authorize(store, effect["request"], conclusion)
 
 

@@ -12,7 +12,7 @@ over like one that has succeeded, if the same decision would be made again.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
@@ -22,11 +22,10 @@ from agentctl.store.compensations import Undoing
 from agentctl.store.derived_runs import ReusedTask, SourceEffect, SourceRun, SourceTask
 from agentctl.store.engine import RunSnapshot
 from agentctl.store.errors import AlreadyTerminal, CorruptStore, NotTerminal, TaskFault
-from agentctl.store.policy import Policy
 from agentctl.store.records import TASK_METADATA_VERSION, TaskRow
 from agentctl.store.states import REPEATABLE_IDEMPOTENCY
 
-from .kinds import EFFECTS, approved_steps, decision_on
+from .fresh_work import fresh_work
 from .plan import MEMORY_WRITERS, CompiledTask, Plan
 from .plan_index import PlanIndex, contract_of
 from .recovery_plan import WORKFLOW, Block, RecoveryPlan, Verdict, being_undone, do_again, find_out, unsafe_remedy
@@ -219,20 +218,16 @@ class _Planner:
                 remedy="name tasks with --from, and add --restart-successful to execute them again",
                 run_id=run.run_id,
             )
-        return self.first_of(open_ends)
+        return self.first_of(set(open_ends))
 
-    def first_of(self, names: Sequence[str]) -> list[str]:
+    def first_of(self, names: Collection[str]) -> list[str]:
         """Those that have failed, and of the others what is no descendant of any of them: the rest follows anyway."""
-        wanted, below = set(names), set[int]()
-        index = self.source_index
-        found = []
-        for position, task in enumerate(index.tasks):
-            implied = any(before in below for before in index.waits[position])
-            if task.id in wanted or implied:
-                below.add(position)
-            if task.id in wanted and (not implied or self.source.tasks[task.id].state == "failed"):
-                found.append(task.id)
-        return found
+        index, below = self.source_index, _below(self.source_index, names)
+        return [
+            task.id
+            for position, task in enumerate(index.tasks)
+            if task.id in names and (position not in below or self.source.tasks[task.id].state == "failed")
+        ]
 
     def compare(self, plan: RecoveryPlan) -> None:
         """What differs between source and target (a retry has no differences)."""
@@ -280,27 +275,14 @@ class _Planner:
             for task in self.index.tasks
             if task.id not in old or self.source_prints(task.id)[0] != self.prints[task.position][0]
         ]
-        below: set[int] = set()
-        first = []
-        for task in self.index.tasks:
-            implied = any(before in below for before in self.index.waits[task.position])
-            if task.id in found and not implied:
-                first.append(task.id)
-            if implied or task.id in found:
-                below.add(task.position)
-        return first
+        below = _below(self.index, found)
+        return [name for name in found if self.index.place[name] not in below]
 
     # -- what is executed ------------------------------------------------------------------------------------------
 
     def close(self, roots: Iterable[str]) -> None:
-        pending = [self.index.place[name] for name in roots if name in self.index.place]
-        seen = set(pending)
-        while pending:
-            for dependent in self.index.dependents[pending.pop()]:
-                if dependent not in seen:
-                    seen.add(dependent)
-                    pending.append(dependent)
-        self.closure = {self.index.tasks[position].id for position in seen}
+        known = [name for name in roots if name in self.index.place]
+        self.closure = {*known, *(self.index.tasks[position].id for position in _below(self.index, known))}
 
     def root_problems(self, roots: Iterable[str]) -> Iterable[Block]:
         for name in roots:
@@ -658,35 +640,15 @@ class _Planner:
 
     def summarize(self, plan: RecoveryPlan) -> None:
         fresh = [self.target.tasks[name] for name in plan.rerun]
-        agents = sum(task.uses_kind == "agent" for task in fresh)
         open_ends = sum(
             effect.status in ("started", "uncertain") and effect.reconciled is None
             for name in plan.rerun
             for effect in self.source.effects.get(name, ())
         )
-        plan.effects = {
-            "providerTasks": agents,
-            "actionTasks": len(fresh) - agents,
-            "declaredEffects": sum(task.action_kind in EFFECTS for task in fresh),
-            "uncertainSourceEffects": open_ends,
-        }
-        policy = Policy.from_json(self.target.policy)
-        asked: dict[tuple[str | None, str], list[str]] = {}
-        for task in fresh:
-            what = (task.action_kind, task.uses_name if task.uses_kind == "agent" else "")
-            if what not in asked:
-                asked[what] = list(self.approved(policy, task))
-            plan.approvals += [f"{task.id}:{operation}" for operation in asked[what]]
+        work = fresh_work(self.target, fresh, interactive=False)
+        plan.effects = {**work["freshEffectSummary"], "uncertainSourceEffects": open_ends}
+        plan.approvals = work["approvalSummary"]
         plan.warnings += self.warnings(fresh, open_ends, not plan.compatible)
-
-    def approved(self, policy: Policy, task: CompiledTask) -> Iterable[str]:
-        """The operations of a task that a person will be asked for."""
-        if task.uses_kind == "agent":
-            yield from approved_steps(policy, self.target.agents[task.uses_name], self.target.tools)
-            return
-        decision = decision_on(policy, task.action_kind)
-        if decision is not None and decision.needs_approval:
-            yield EFFECTS[str(task.action_kind)].operation
 
     def warnings(self, fresh: Sequence[CompiledTask], open_ends: int, blocked: bool) -> Iterable[str]:
         if open_ends and not blocked:
@@ -707,6 +669,18 @@ class _Planner:
 
 _HOW = {"failed": "failed", "cancelled": "was cancelled", "skipped": "was skipped", "succeeded": "succeeded"}
 _LONG_TERM_READS = frozenset({"builtin.long_term_memory.read", "builtin.long_term_memory.search"})
+
+
+def _below(index: PlanIndex, names: Iterable[str]) -> set[int]:
+    """The positions of all that depends on these tasks, through `needs` and through working memory alike."""
+    pending = [index.place[name] for name in names]
+    found: set[int] = set()
+    while pending:
+        for dependent in index.dependents[pending.pop()]:
+            if dependent not in found:
+                found.add(dependent)
+                pending.append(dependent)
+    return found
 
 
 def _needs(task: CompiledTask) -> str:

@@ -16,8 +16,9 @@ def verify_source(store: Store, source_id: str) -> None:
 def replay(store: Store, source_id: str, ids: IdSource, *, actor: str, faults: Faults) -> str:
     """Make the replay of a run that has ended; its id. One durable transaction.
 
-    Raises `NotFoundError`, `NotTerminal`, `IncompatibleVersion`, and `CorruptStore` for a source that is not what it
-    says: then nothing was made. Long-term memory, the workspace and everything else outside stay as they are.
+    Raises `NotFoundError`, `NotTerminal`, `IncompatibleVersion`, `RunMoved`, and `CorruptStore` for a source that is
+    not what it says: then nothing was made. Long-term memory, the workspace and everything else outside stay as they
+    are.
     """
     run_id = ids.new_id("replay")
     faults.reach("before_replay")

@@ -109,11 +109,11 @@ def new_run(
         base_path=str(how.base_path),
         priority=how.priority,
         actor=how.actor,
-        **_of_plan(plan),
+        **fields_of(plan),
     )
 
 
-def _of_plan(plan: Plan) -> dict[str, Any]:
+def fields_of(plan: Plan) -> dict[str, Any]:
     """The fields of a new run that its plan gives."""
     return {
         "workflow_name": plan.workflow_name,
@@ -222,8 +222,8 @@ def fork(
 ) -> Submission:
     """Run the stored plan and documents of another run once more, from its start and with fresh effects (seed).
 
-    The source may be in any state; nothing of its results is taken over. `base_path` replaces its workspace. Raises
-    as `verified_source`.
+    One durable transaction. The source may be in any state; nothing of its results is taken over. `base_path` replaces
+    its workspace. Raises as `verified_source`.
     """
     faults = faults or Faults.from_environment()
     run, texts = verified_source(store, source_run_id)
@@ -244,7 +244,7 @@ def fork(
         actor=actor,
         parent_run_id=run.run_id,
         lineage_json=canonical(lineage),
-        **_of_plan(plan),
+        **fields_of(plan),
     )
     faults.reach("before_derived_run")
     run_id, _ = store.create_run(new)

@@ -18,12 +18,12 @@ from pathlib import Path as FilePath
 from typing import Any
 
 from agentctl.store.canonical import JsonError, check_value
-from agentctl.store.policy import is_inside
 
 from .definition import RESERVED_VARIABLES, Agent, LoadedDocument, Task
 from .diagnostics import Diagnostic, DocumentError, Path
 from .expressions import has_template
 from .instructions import read_instructions
+from .named_files import locate
 from .yaml_document import YamlDocument, parse_document, read_bytes
 
 MAX_FILES = 256
@@ -195,23 +195,11 @@ class _Reader:
                 yield item
 
     def _resolve(self, name: str, place: Path) -> str | None:
-        if "${{" in name:
-            self._report("invalid_template", "the path of a variables file is literal", place)
-            return None
-        if ".." in name.split("/"):
-            hint = "name a file beside the workflow, below it, or in the workspace"
-            self._report("policy_denied", f"the path {name!r} has a '..' component", place, hint)
-            return None
-        try:
-            resolved = os.path.realpath(os.path.join(self._home, name))
-        except (OSError, ValueError) as error:
-            self._report("missing_reference", f"{name!r} is no path: {error}", place)
-            return None
-        if not is_inside(resolved, self._workspace) and not is_inside(resolved, self._home):
-            message = f"{name!r} leads out of the workspace and of the folder of the workflow"
-            self._report("policy_denied", message, place, "copy the file, or give it with --vars-file")
-            return None
-        return resolved
+        def report(code: str, message: str, help: str | None) -> None:
+            self._report(code, message, place, help)
+
+        elsewhere = "copy the file, or give it with --vars-file"
+        return locate(name, "a variables file", self._home, self._workspace, elsewhere, report)
 
     def _read(
         self, name: str, file: str, key: str, place: Path | None, shown: str | None = None

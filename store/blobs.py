@@ -99,15 +99,20 @@ class Blobs:
         """Whether there is a folder, and no other database that still exists has it."""
         return self.root.is_dir() and self._other_owner() is None
 
-    def _other_owner(self) -> str | None:
+    def _noted_owner(self) -> str | None:
+        """The name of the database whose folder this is, if it was written down."""
         try:
-            owner = self._owner.read_text(encoding="utf-8", errors="replace")
+            return self._owner.read_text(encoding="utf-8", errors="replace")
         except FileNotFoundError:
             return None
         except OSError as error:
             raise store_fault(self._owner, error) from error
-        there = owner != self._database and "/" not in owner and self.root.with_name(owner).is_file()
-        return owner if there else None
+
+    def _other_owner(self) -> str | None:
+        owner = self._noted_owner()
+        if owner is None or owner == self._database or "/" in owner:
+            return None
+        return owner if self.root.with_name(owner).is_file() else None
 
     def _require_owner(self) -> None:
         """Raise `EnvironmentFault` when the folder belongs to another database that is still there.
@@ -123,10 +128,9 @@ class Blobs:
 
     def _take(self) -> None:
         """Write down whose folder this is; the caller holds a lock. One whose database is gone is taken over."""
+        if self._noted_owner() == self._database:
+            return
         self._require_owner()
-        with suppress(OSError):
-            if self._owner.read_text(encoding="utf-8") == self._database:
-                return
         note = self._tmp / f"{writer_name()}.{next(_numbers)}"
         # On a full disk a collection has to go on all the same; whoever stores something there writes it later.
         with suppress(OSError):

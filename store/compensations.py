@@ -14,8 +14,9 @@ from . import audit, reconciliations, runs
 from .canonical import canonical, loads
 from .clock import Clock
 from .database import Connection, Database, all_rows
-from .errors import NotTerminal, RunMoved
+from .errors import RunMoved
 from .records import Event, NewReconciliation, NewRun, Run, RunDocuments, record
+from .states import LOOKS_ONLY
 
 ACTOR = "agentctl-runtime"
 """Who concludes that an effect was compensated, when a declared inverse was confirmed."""
@@ -26,10 +27,8 @@ MAPPING = "__agentctlCompensation"
 CONCLUSIONS = 500
 """How many conclusions `settle` appends in one transaction."""
 
-_LATEST = (
-    "(SELECT c.{column} FROM effect_reconciliations c WHERE c.effect_id = {effect} "
-    "ORDER BY c.created_at DESC, c.reconciliation_no DESC LIMIT 1)"
-)
+_CHANGES = f"NOT IN ({', '.join(repr(name) for name in sorted(LOOKS_ONLY))})"
+"""What the class of an effect is that may have changed something."""
 
 
 @record
@@ -129,12 +128,7 @@ class Compensations:
         """
         with self._database.read() as tx:
             run = runs.get(tx, run_id)
-            if run.ended_at is None:
-                raise NotTerminal(
-                    f"{run_id} has not ended: it is {run.state}",
-                    remedy=f"wait for its end, or end it with `agentctl cancel {run_id}`",
-                    run_id=run_id,
-                )
+            runs.require_ended(run)
             runs.refuse_future_records(tx, run_id)
             earlier = list(_earlier(tx, run_id))
             memory: dict[str, str] = {}
@@ -288,15 +282,20 @@ def _undoing_of(owner: str, earlier: EarlierRun) -> Iterator[tuple[str, Undoing]
             for effect_id in effect_ids:
                 yield effect_id, Undoing(owner, "in_progress", earlier.run_id)
         return
-    by_task: dict[str, list[EffectFact]] = {}
-    for effect in earlier.effects:
-        by_task.setdefault(effect.task_id, []).append(effect)
-    for task_id, effects in by_task.items():
+    for task_id, effects in by_task(earlier.effects).items():
         for place, effect in enumerate(effects):
             how = "undone" if effect.happened else "doubt"
             if effect.happened or in_doubt(effect, effects[place + 1 :]) is not None:
                 for effect_id in earlier.mapping.get(task_id, ()):
                     yield effect_id, Undoing(owner, how, earlier.run_id, effect.effect_id)
+
+
+def by_task(effects: Iterable[EffectFact]) -> dict[str, list[EffectFact]]:
+    """The effects of each task, in their order. Pure."""
+    found: dict[str, list[EffectFact]] = {}
+    for effect in effects:
+        found.setdefault(effect.task_id, []).append(effect)
+    return found
 
 
 def in_doubt(effect: EffectFact, later: Sequence[EffectFact]) -> str | None:
@@ -318,8 +317,8 @@ def in_doubt(effect: EffectFact, later: Sequence[EffectFact]) -> str | None:
 def conclude_inverse(tx: Connection, effect_id: str, *, now: int) -> None:
     """Somebody has found out that an effect happened: if it is an inverse one, what it undid is `compensated`."""
     row = tx.execute(
-        "SELECT e.run_id, e.task_id, r.source_run_id, r.mode FROM effects e JOIN runs r USING (run_id) "
-        "WHERE e.effect_id = ? AND e.effect_class NOT IN ('pure', 'observe', 'model')",
+        "SELECT e.run_id, e.task_id, r.source_run_id, r.mode FROM effects e JOIN runs r USING (run_id) "  # noqa: S608
+        f"WHERE e.effect_id = ? AND e.effect_class {_CHANGES}",
         (effect_id,),
     ).fetchone()
     if row is None or row[3] != "compensation":
@@ -334,8 +333,8 @@ def conclude_batch(tx: Connection, run: Run, undone: Sequence[tuple[int, Sequenc
     for position, effect_ids in undone:
         row = tx.execute(
             "SELECT e.effect_id, e.task_id FROM attempts a JOIN effects e ON e.attempt_id = a.attempt_id "  # noqa: S608
-            "WHERE a.task_no = ? AND e.effect_class NOT IN ('pure', 'observe', 'model') AND "
-            f"(e.confirmed = 1 OR {_LATEST.format(column='status', effect='e.effect_id')} = 'applied') "
+            f"WHERE a.task_no = ? AND e.effect_class {_CHANGES} AND "
+            f"(e.confirmed = 1 OR {reconciliations.latest_sql('status', 'e.effect_id')} = 'applied') "
             "ORDER BY a.number DESC, e.ordinal DESC LIMIT 1",
             (run.first_task + position,),
         ).fetchone()
@@ -411,16 +410,16 @@ def _earlier(tx: Connection, run_id: str) -> Iterator[EarlierRun]:
 
 def _effects(tx: Connection, run: Run) -> list[EffectFact]:
     """All effects of a run that may have changed something, in the order of task, attempt and ordinal."""
-    status = _LATEST.format(column="status", effect="e.effect_id")
-    inverse = _LATEST.format(column="compensation_effect_id", effect="e.effect_id")
-    said = _LATEST.format(column="status", effect=inverse)
+    status = reconciliations.latest_sql("status", "e.effect_id")
+    inverse = reconciliations.latest_sql("compensation_effect_id", "e.effect_id")
+    said = reconciliations.latest_sql("status", inverse)
     return [
         EffectFact(name, task, ordinal, operation, kind, state, bool(confirmed), dispatches, *said_of)
         for name, task, ordinal, operation, kind, state, confirmed, dispatches, *said_of in tx.execute(
             "SELECT e.effect_id, e.task_id, e.ordinal, e.operation, e.effect_class, e.status, e.confirmed, "  # noqa: S608
             f"e.dispatches, {status}, {inverse}, {said} "
             "FROM attempts a JOIN effects e ON e.attempt_id = a.attempt_id "
-            "WHERE a.task_no BETWEEN ? AND ? AND a.run_id = ? AND e.effect_class NOT IN ('pure', 'observe', 'model') "
+            f"WHERE a.task_no BETWEEN ? AND ? AND a.run_id = ? AND e.effect_class {_CHANGES} "
             "ORDER BY a.task_no, a.number, e.ordinal",
             (run.first_task, run.first_task + run.task_count - 1, run.run_id),
         )
@@ -429,7 +428,7 @@ def _effects(tx: Connection, run: Run) -> list[EffectFact]:
 
 def _taken_over(tx: Connection, run: Run) -> Iterator[TakenOver]:
     """Effects that reused tasks go back to, in the order of the tasks, and that may have changed something."""
-    status = _LATEST.format(column="status", effect="e.effect_id")
+    status = reconciliations.latest_sql("status", "e.effect_id")
     for task_id, effect_id, owner in tx.execute(
         "SELECT t.task_id, json_extract(j.value, '$.effectId'), e.run_id "  # noqa: S608
         # A damaged text is found by whoever verifies the run; here it must not keep anybody from getting there.
@@ -437,7 +436,7 @@ def _taken_over(tx: Connection, run: Run) -> Iterator[TakenOver]:
         "END, '$.sourceEffects') j "
         "LEFT JOIN effects e ON e.effect_id = json_extract(j.value, '$.effectId') "
         "WHERE t.task_no BETWEEN ? AND ? AND t.disposition = 'reused' "
-        "AND json_extract(j.value, '$.effectClass') NOT IN ('pure', 'observe', 'model') "
+        f"AND json_extract(j.value, '$.effectClass') {_CHANGES} "
         f"AND COALESCE({status}, json_extract(j.value, '$.reconciled'), "
         "CASE WHEN json_extract(j.value, '$.confirmed') THEN 'applied' END) = 'applied' ORDER BY t.task_no, j.key",
         (run.first_task, run.first_task + run.task_count - 1),

@@ -12,7 +12,7 @@ import json
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
-from . import audit, compensations, runs, seals
+from . import audit, compensations, reconciliations, runs, seals
 from .canonical import canonical, text_digest
 from .compensations import Undoing
 from .database import Connection, all_rows
@@ -232,10 +232,7 @@ def _tasks(tx: Connection, run: Run, told: dict[str, Any]) -> Iterator[SourceTas
         yield SourceTask(*(*row, known[2], told["artifacts"].get(position)))
 
 
-_CONCLUSION = (
-    "(SELECT c.status FROM effect_reconciliations c WHERE c.effect_id = e.effect_id "
-    "ORDER BY c.created_at DESC, c.reconciliation_no DESC LIMIT 1)"
-)
+_CONCLUSION = reconciliations.latest_sql("status", "e.effect_id")
 
 
 def _effects(tx: Connection, run: Run) -> Iterator[SourceEffect]:
@@ -251,14 +248,13 @@ def _effects(tx: Connection, run: Run) -> Iterator[SourceEffect]:
 def _continued(tx: Connection, run: Run, told: dict[str, str]) -> Iterator[tuple[str, ContinuedCall]]:
     """Calls of the last attempts of tasks that did not succeed, whose remote task was observed to be completed."""
     for task_id, effect_id, result in tx.execute(
-        "SELECT t.task_id, e.effect_id, c.result_json FROM effect_reconciliations c "
+        "SELECT t.task_id, e.effect_id, c.result_json FROM effect_reconciliations c "  # noqa: S608
         "JOIN effects e ON e.effect_id = c.effect_id AND e.operation = 'a2a.delegate' "
         "JOIN attempts a ON a.attempt_id = e.attempt_id "
         "JOIN tasks t ON t.task_no = a.task_no AND t.attempt = a.number AND t.state IN ('failed', 'cancelled') "
         "WHERE c.run_id = ? AND c.status = 'applied' "
         "AND json_extract(c.evidence_json, '$.kind') = 'protocol_observation' AND c.reconciliation_no = "
-        "(SELECT l.reconciliation_no FROM effect_reconciliations l WHERE l.effect_id = c.effect_id "
-        "ORDER BY l.created_at DESC, l.reconciliation_no DESC LIMIT 1)",
+        f"{reconciliations.latest_sql('reconciliation_no', 'e.effect_id')}",
         (run.run_id,),
     ):
         yield task_id, ContinuedCall(effect_id, result, told.get(effect_id))

@@ -37,7 +37,10 @@ def tell(tx: Connection, fence: Fence, effect_id: str, note: ProtocolNote, *, no
 def write(
     tx: Connection, run_id: str, task_id: str, effect_id: str, note: ProtocolNote, events: list[Event], *, now: int
 ) -> None:
-    """Write a call, and the session that was made for it, if one was. The guard is the caller's."""
+    """Write a call, and the session that was made for it, if one was. The guard is the caller's.
+
+    Raises `ConflictError` when the effect has called something else before, and `IncompatibleVersion`.
+    """
     if note.session_json is not None:
         _session(tx, run_id, task_id, note, events, now)
     row = tx.execute(

@@ -20,6 +20,14 @@ FOLLOWS = {"applied": ("applied", "compensated"), "not_applied": ("not_applied",
 """Which conclusion may supersede which; everything else contradicts the one before."""
 
 
+def latest_sql(column: str, effect: str) -> str:
+    """A subquery for one column of the conclusion that counts (see `latest`) about the effect that `effect` names."""
+    return (
+        f"(SELECT c.{column} FROM effect_reconciliations c WHERE c.effect_id = {effect} "  # noqa: S608
+        "ORDER BY c.created_at DESC, c.reconciliation_no DESC LIMIT 1)"
+    )
+
+
 def latest(tx: Connection, effect_id: str) -> tuple[str, str, str | None] | None:
     """(id, status, result_json) of the conclusion that counts, or None. Raises `IncompatibleVersion`."""
     row = tx.execute(
@@ -66,7 +74,9 @@ def reconcile(tx: Connection, new: NewReconciliation, *, now: int) -> tuple[str,
     tx.execute(
         "INSERT INTO effect_reconciliations (reconciliation_id, format_version, effect_id, run_id, status, actor, "
         "reason, evidence_json, result_json, result_schema_json, authorization_json, compensation_effect_id, "
-        "supersedes_id, trace_id, created_at) VALUES (?,?,?,?,?,?,?,?,?,?,?,?,?,?,?)",
+        "supersedes_id, trace_id, created_at) VALUES (?,?,?,?,?,?,?,?,?,?,?,?,?,?,"
+        # Never before the one that it supersedes, though the clock was set back: the latest is the one that counts.
+        "MAX(?, COALESCE((SELECT MAX(created_at) FROM effect_reconciliations WHERE effect_id = ?), 0)))",
         (
             new.reconciliation_id,
             RECONCILIATION_FORMAT_VERSION,
@@ -83,6 +93,7 @@ def reconcile(tx: Connection, new: NewReconciliation, *, now: int) -> tuple[str,
             None if before is None else before[0],
             run.trace_id,
             now,
+            new.effect_id,
         ),
     )
     payload = {

@@ -15,7 +15,7 @@ from .artifacts import Artifacts
 from .canonical import canonical, text_digest
 from .clock import Clock
 from .database import Connection, Database, all_rows
-from .errors import CorruptStore, NotTerminal, RunMoved
+from .errors import CorruptStore, RunMoved
 from .records import Event, Run
 from .states import TASK_FINAL
 
@@ -41,7 +41,8 @@ class Replays:
         """Create the replay `run_id` of a run that has ended. Durable.
 
         Everything of the source is verified first, its artifacts included: chain, trail, digests, documents, bytes.
-        Raises `NotFoundError`, `NotTerminal`, `IncompatibleVersion`, `CorruptStore`; then there is no new row.
+        Raises `NotFoundError`, `NotTerminal`, `IncompatibleVersion`, `CorruptStore`, and `RunMoved` when the source
+        changes all the time; then there is no new row.
         """
         for _ in range(TRIES):
             seen = self.verified(source_id)
@@ -58,12 +59,7 @@ class Replays:
         """
         with self._database.read() as tx:
             run = runs.get(tx, source_id)
-            if run.ended_at is None:
-                raise NotTerminal(
-                    f"{source_id} has not ended: it is {run.state}",
-                    remedy=f"wait for its end, or end it with `agentctl cancel {source_id}`",
-                    run_id=source_id,
-                )
+            runs.require_ended(run)
             runs.refuse_future_records(tx, source_id)
             open_tasks = [row.task_id for row in runs.task_rows(tx, run) if row.state not in TASK_FINAL]
             kept = all_rows(
@@ -95,7 +91,7 @@ def _seen(tx: Connection, run_id: str) -> tuple[int, int]:
 
 
 def _create(tx: Connection, source: Run, run_id: str, trace_id: str, *, actor: str, now: int) -> None:
-    first = int((tx.execute("SELECT MAX(task_no) FROM tasks").fetchone() or (0,))[0] or 0) + 1
+    first = runs.next_task_no(tx)
     lineage = canonical(
         {
             "formatVersion": 1,

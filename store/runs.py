@@ -10,7 +10,7 @@ from . import audit, seals
 from .canonical import canonical, text_digest
 from .clock import LAST_INSTANT
 from .database import Connection
-from .errors import AlreadyTerminal, ConflictError, IncompatibleVersion, NotFoundError, RunMoved
+from .errors import AlreadyTerminal, ConflictError, IncompatibleVersion, NotFoundError, NotTerminal, RunMoved
 from .records import (
     APPROVAL_FORMAT_VERSION,
     AUDIT_EVENT_VERSION,
@@ -20,8 +20,10 @@ from .records import (
     PLAN_FORMAT_VERSION,
     PROTOCOL_CALL_VERSION,
     PROTOCOL_SESSION_VERSION,
+    PROVIDER_SESSION_FORMAT_VERSION,
     RECONCILIATION_FORMAT_VERSION,
     RUNTIME_STATE_VERSION,
+    STREAM_EVENT_FORMAT_VERSION,
     TASK_METADATA_VERSION,
     Event,
     NewRun,
@@ -98,7 +100,7 @@ def insert(tx: Connection, new: NewRun, *, now: int) -> int:
     """
     # From creation, so that no pause and no resume can move it (seed).
     wall_time = new.budget_limits.get("wallTimeSeconds")
-    first = int((tx.execute("SELECT MAX(task_no) FROM tasks").fetchone() or (0,))[0] or 0) + 1
+    first = next_task_no(tx)
     tx.execute(
         "INSERT INTO runs (run_id, runtime_state_version, plan_format_version, workflow_name, workflow_digest, "
         "plan_digest, mode, state, trace_id, priority, idempotency_key, submission_digest, base_path, first_task, "
@@ -161,6 +163,11 @@ def insert(tx: Connection, new: NewRun, *, now: int) -> int:
     return first
 
 
+def next_task_no(tx: Connection) -> int:
+    """The number of the first task of a run that is about to be written."""
+    return int((tx.execute("SELECT MAX(task_no) FROM tasks").fetchone() or (0,))[0] or 0) + 1
+
+
 def document_digests(workflow: str, plan: str, inputs: str, settings: str) -> dict[str, str]:
     """What the first checkpoint says of the texts of a run: once it is part of the chain, none of them can change."""
     texts = {"workflow": workflow, "plan": plan, "inputs": inputs, "settings": settings}
@@ -202,6 +209,16 @@ def get(tx: Connection, run_id: str) -> Run:
     return Run(*row[2:])
 
 
+def require_ended(run: Run) -> None:
+    """Raise `NotTerminal` for a run that goes on: nothing is made of it before its end."""
+    if run.ended_at is None:
+        raise NotTerminal(
+            f"{run.run_id} has not ended: it is {run.state}",
+            remedy=f"wait for its end, or end it with `agentctl cancel {run.run_id}`",
+            run_id=run.run_id,
+        )
+
+
 VERSIONED = (
     ("a task", "tasks", "metadata_version", TASK_METADATA_VERSION),
     ("an effect", "effects", "format_version", EFFECT_FORMAT_VERSION),
@@ -209,6 +226,8 @@ VERSIONED = (
     ("a checkpoint", "checkpoints", "format_version", CHECKPOINT_FORMAT_VERSION),
     ("an approval", "approvals", "format_version", APPROVAL_FORMAT_VERSION),
     ("a reconciliation", "effect_reconciliations", "format_version", RECONCILIATION_FORMAT_VERSION),
+    ("a session with a provider", "provider_sessions", "format_version", PROVIDER_SESSION_FORMAT_VERSION),
+    ("an event of a streamed answer", "stream_events", "format_version", STREAM_EVENT_FORMAT_VERSION),
     ("a session of a protocol", "protocol_sessions", "format_version", PROTOCOL_SESSION_VERSION),
     ("a call of a protocol", "protocol_calls", "format_version", PROTOCOL_CALL_VERSION),
     ("an event", "audit_events", "event_version", AUDIT_EVENT_VERSION),

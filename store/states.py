@@ -54,6 +54,8 @@ EFFECT_MOVES: dict[str, frozenset[str]] = {
 REPEATABLE_IDEMPOTENCY = frozenset({"pure", "idempotent", "keyed"})
 REPEATABLE_CLASSES = frozenset({"pure", "observe"})
 LEAVES_NO_TRACE = frozenset({"pure", "observe", "internal_state"})
+LOOKS_ONLY = frozenset({"pure", "observe", "model"})
+"""Effect classes that change nothing which could be undone (contract 5.7)."""
 
 
 def may_repeat(effect_class: str, idempotency: str) -> bool:

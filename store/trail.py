@@ -15,7 +15,7 @@ import zlib
 from dataclasses import dataclass, field
 from typing import Any
 
-from .database import Connection, Database, all_rows
+from .database import Connection, Database
 from .errors import UsageError
 from .views import event_rows
 
@@ -90,7 +90,7 @@ class Trail:
         full = self._last_full is None or monotonic - self._last_full >= FULL_LOOK_SECONDS
         found: list[dict[str, Any]] = []
         with self._database.read() as tx:
-            heads = list(_heads(tx) if full else self._quick(tx))
+            heads = _heads(tx) if full else self._quick(tx)
             for number, run_id, head, ended in heads:
                 known = self._known.setdefault(number, _Known(run_id, 0, False))
                 self._newest = max(self._newest, number)
@@ -111,24 +111,18 @@ class Trail:
     def _quick(self, tx: Connection) -> list[tuple[int, str, int, bool]]:
         """Runs that go on, that went on at the last look, and new ones."""
         going = [known.run_id for known in self._known.values() if not known.ended]
-        sql = (
-            "SELECT n.run_no, r.run_id, r.audit_sequence, r.ended_at IS NOT NULL FROM run_numbers n "
-            "JOIN runs r ON r.run_id = n.run_id WHERE n.run_no > ? OR n.run_id IN (SELECT value FROM json_each(?)) "
-            "ORDER BY n.run_no"
-        )
-        return [(a, b, c, bool(d)) for a, b, c, d in tx.execute(sql, (self._newest, json.dumps(going)))]
+        which = "n.run_no > ? OR n.run_id IN (SELECT value FROM json_each(?))"
+        return _heads(tx, which, (self._newest, json.dumps(going)))
 
 
-def _heads(tx: Connection) -> list[tuple[int, str, int, bool]]:
-    return [
-        (number, run_id, head, bool(ended))
-        for number, run_id, head, ended in all_rows(
-            tx.execute(
-                "SELECT n.run_no, r.run_id, r.audit_sequence, r.ended_at IS NOT NULL FROM run_numbers n "
-                "JOIN runs r ON r.run_id = n.run_id ORDER BY n.run_no"
-            )
-        )
-    ]
+def _heads(tx: Connection, which: str = "1", values: tuple[Any, ...] = ()) -> list[tuple[int, str, int, bool]]:
+    """(number, run, last event, whether it has ended) of some runs, in the order of their creation."""
+    rows = tx.execute(
+        "SELECT n.run_no, r.run_id, r.audit_sequence, r.ended_at IS NOT NULL FROM run_numbers n "  # noqa: S608
+        f"JOIN runs r ON r.run_id = n.run_id WHERE {which} ORDER BY n.run_no",
+        values,
+    )
+    return [(number, run_id, head, bool(ended)) for number, run_id, head, ended in rows]
 
 
 def _read_before(tx: Connection, cursor: Cursor | None, number: int, run_id: str, head: int) -> int:

@@ -805,7 +805,7 @@ def _run_record(tx: Connection, run: Run) -> dict[str, Any]:
         "basePath": run.base_path,
         "parentRunId": run.parent_run_id,
         "sourceRunId": run.source_run_id,
-        "lineage": _lineage(tx, run.run_id),
+        "lineage": _value(head[5]),
         "derivedRuns": _derived(tx, run.run_id),
         "cancellationRequested": run.cancel_requested_at is not None,
         "cancelRequestedAt": run.cancel_requested_at,

@@ -160,6 +160,7 @@ def test_bad_files_of_instructions_are_found_before_a_run(tmp_path: Path) -> Non
         ("empty", "schema_violation"),
         ("big", "schema_violation"),
         ("${{ inputs.f }}", "invalid_template"),
+        ("a\0b", "missing_reference"),
     ):
         assert findings(with_file(name), tmp_path) == [(code, place)], name
 
@@ -250,6 +251,22 @@ def test_only_what_is_used_is_part_of_the_plan() -> None:
     assert list(compiled(value).tools) == ["t"]
     value["spec"]["agents"]["helper"]["tools"] = []
     assert list(compiled(value).tools) == []
+
+
+def test_a_tool_embeds_with_what_is_there_only() -> None:
+    search = {
+        **READ, "kind": "action", "action": "find", "capability": "memory.search", "idempotency": "keyed",
+        "inputSchema": {
+            "type": "object", "additionalProperties": False, "properties": {"query": {"type": "string"}},
+            "required": ["query"],
+        },
+    }  # fmt: skip
+    find = {"find": {"kind": "builtin.long_term_memory.search"}}
+    embedding = {"provider": "model", "model": "m", "dimensions": 64}
+    value = document([ASK], tools={"t": search}, actions=find, memory={"longTerm": {"embedding": embedding}})
+    assert findings(value) == [("unsupported_capability", "spec.memory.longTerm.embedding.provider")]
+    embedding["provider"] = "local_hash"
+    assert list(compiled(value).tools) == ["t"]
 
 
 def test_a_limit_in_dollars_needs_a_price() -> None:

@@ -462,6 +462,7 @@ PEERS = """  policy: {approval: never}
         ("schema_violation", "spec.tasks[0].with.tool", "x", "uses: action:m, with: {server: good}"),
         ("schema_violation", "spec.tasks[0].with.arguments", "x", "uses: action:m, with: {server: good, tool: t, arguments: [1]}"),
         ("schema_violation", "spec.tasks[0].with.more", "x", "uses: action:m, with: {server: good, tool: t, more: 1}"),
+        ("schema_violation", "spec.tasks[0].compensate.with.arguments", "x", "uses: action:m, with: {server: good, tool: t}, compensate: {uses: action:m, with: {server: good, tool: t, arguments: [1]}}"),
         ("schema_violation", "spec.mcpServers.far.url", "ftp://h/", "uses: action:m, with: {server: far, tool: t}"),
         ("schema_violation", "spec.mcpServers.far.url", "http://u:p@h/", "uses: action:m, with: {server: far, tool: t}"),
         ("schema_violation", "spec.mcpServers.far.url", "nowhere", "uses: action:m, with: {server: '${{ inputs.s }}', tool: t}"),
@@ -487,6 +488,14 @@ def test_an_action_carries_the_servers_that_it_may_ask(build: Any) -> None:
     assert list(plan.actions["m"]["peers"]) == ["good"]
     plan = build(head + "  tasks: [{id: t, uses: action:m, with: {server: '${{ inputs.s }}', tool: t}}]")
     assert list(plan.actions["m"]["peers"]) == ["far", "good", "old"]
+
+
+def test_a_call_that_undoes_a_task_has_the_limit_of_its_action(build: Any) -> None:
+    head = PEERS.replace("§URL", "'http://far/mcp'").replace("kind: mcp.call", "kind: mcp.call, timeoutSeconds: 3")
+    for own, limit in (("", 3), (", timeoutSeconds: 2", 2), (", timeoutSeconds: 9", 3)):
+        undo = f"compensate: {{uses: action:m, with: {{server: good, tool: t}}{own}}}"
+        plan = build(head + f"  tasks: [{{id: t, uses: action:m, with: {{server: good, tool: t}}, {undo}}}]")
+        assert plan.tasks["t"].compensate["timeoutSeconds"] == limit
 
 
 def test_the_literal_input_of_an_extension_is_checked(build: Any) -> None:

@@ -121,7 +121,12 @@ def test_a_promotion_writes_working_memory(build: Build) -> None:
 
 @pytest.mark.parametrize(
     ("action", "given", "refused"),
-    [("keep", "{key: k, value: 1}", True), ("find", "{query: q}", True), ("get", "{key: k}", False)],
+    [
+        ("keep", "{key: k, value: 1}", True),
+        ("find", "{query: q}", True),
+        ("get", "{key: k}", False),
+        ("set", "{key: k, value: 1}, compensate: {uses: action:keep, with: {key: k, value: 1}}", True),
+    ],
 )
 def test_embeddings_of_providers_are_refused_where_they_are_needed(
     build: Build, action: str, given: str, refused: bool

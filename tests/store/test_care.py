@@ -11,7 +11,7 @@ from pathlib import Path
 
 import apsw
 import pytest
-from agentctl.store import migrate, process_identity
+from agentctl.store import migrate, process_identity, reconciliations
 from agentctl.store.backup import backup, restore
 from agentctl.store.engine import Store
 from agentctl.store.errors import (
@@ -445,6 +445,26 @@ def test_what_somebody_still_needs_stays(store: Store, clock: ManualClock) -> No
     store.reconcile(NewReconciliation("reconciliation-1", request.effect_id, "not_applied", "me", "looked", "{}", "{}"))
     clock.advance(1)
     assert gc(store, days=0)["runs"]["removed"] == ["run-doubt"]  # type: ignore[index]
+
+
+def test_a_conclusion_counts_although_the_clock_was_set_back(store: Store, clock: ManualClock) -> None:
+    store.create_run(new_run("run-1", 1))
+    driver = Driver(store, "run-1")
+    driver.enqueue([0])
+    hand = Hand(store)
+    claim = hand.take("run-1")
+    request = effect_request(claim, idempotency="unknown")
+    hand.start(claim, request)
+    hand.finish(claim, "uncertain", effect=EffectEnd(request.effect_id, "uncertain", None, "{}"))
+    driver.commit()
+    driver.end("failed", stop="task_failed")
+    for number in (1, 2):
+        result = f'{{"n":{number}}}'
+        store.reconcile(NewReconciliation(f"r-{number}", request.effect_id, "applied", "me", "x", "{}", "{}", result))
+        clock.set_wall(clock.now() - DAY)
+    with store.database.read() as tx:
+        assert reconciliations.latest(tx, request.effect_id) == ("r-2", "applied", '{"n":2}')
+    assert verify(store.database, None)["ok"]
 
 
 def test_the_space_comes_back(store: Store, clock: ManualClock) -> None:

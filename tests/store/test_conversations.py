@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from agentctl.store.canonical import canonical, effect_id, hex_digest, text_digest
 from agentctl.store.engine import Store
-from agentctl.store.errors import LeaseLost
+from agentctl.store.errors import IncompatibleVersion, LeaseLost
 from agentctl.store.records import (
     AttemptEnd,
     Claim,
@@ -160,6 +160,26 @@ def test_events_are_numbered_bounded_and_without_secrets(store: Store) -> None:
     assert rows(store, "SELECT event_type, payload_json FROM stream_events WHERE sequence = 256") == [
         ("stream.truncated", '{"maxEvents":256,"reason":"event_limit"}')
     ]
+
+
+@pytest.mark.parametrize("table", ["provider_sessions", "stream_events"])
+def test_a_run_with_a_conversation_of_the_future_is_left_alone(store: Store, table: str) -> None:
+    _, hand, claim = begun(store)
+    model = effect_request(claim, effect_class="model")
+    hand.start(claim, model)
+    store.stream_event(claim.fence, model.effect_id, {"type": "t"})
+    end = EffectEnd(model.effect_id, "succeeded", "{}", session=SessionUpdate("p", 1, None))
+    hand.finish(claim, effect=end)
+    with store.database.write() as tx:
+        tx.execute(f"UPDATE {table} SET format_version = 2")  # noqa: S608
+    epoch = store.run_head("run-1")[0]
+    for verb in (
+        lambda: store.take_run("run-1", driver="d", epoch=epoch, lease_ms=1),
+        lambda: store.request_cancel("run-1", reason="x", actor="x"),
+        lambda: store.read_source("run-1"),
+    ):
+        with pytest.raises(IncompatibleVersion, match="newer agentctl"):
+            verb()
 
 
 def test_events_of_a_deposed_worker_are_refused(store: Store) -> None:
