@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Final
 
@@ -79,7 +79,7 @@ def prepare_extension(work: Work) -> EffectPlan:
     workspace = workspace_of(work)
     folder, cwd = working_folder(action.get("cwd"), workspace)
     # The whole `with` is the extension's input; none of it may set variables here.
-    environment, recorded, secrets = environment_of(_without_input(work), workspace)
+    environment, recorded, secrets = environment_of(replace(work, input={}), workspace)
     limits = {
         "stdoutLimitBytes": action.get("stdoutLimitBytes") or DEFAULT_STREAM_LIMIT,
         "stderrLimitBytes": action.get("stderrLimitBytes") or DEFAULT_STREAM_LIMIT,
@@ -125,21 +125,6 @@ def prepare_extension(work: Work) -> EffectPlan:
         expected_effect={"command": command, "args": arguments, "cwd": folder, "input": work.input},
         estimate={"processOutputBytes": 2 * limits["combinedOutputLimitBytes"]},
         execute=partial(_execute, extension),
-    )
-
-
-def _without_input(work: Work) -> Work:
-    return Work(
-        task_id=work.task_id,
-        action_name=work.action_name,
-        kind=work.kind,
-        action=work.action,
-        input={},
-        memory={},
-        timeout_seconds=work.timeout_seconds,
-        base_path=work.base_path,
-        policy=work.policy,
-        workspace=work.workspace,
     )
 
 

@@ -64,7 +64,7 @@ class _Call:
 
 @dataclass(slots=True)
 class _State:
-    """What is known of a call by now; the stored form is `as_json`."""
+    """What is known of a call by now; `note` is its stored form."""
 
     call: _Call
     tool_digest: str | None = None

@@ -92,7 +92,7 @@ class Peer:
 
     def clean(self, value: _T) -> _T:
         """A JSON value without any of the secrets that this worker has read."""
-        cleaned: _T = known.redactor.json(value) if known.redactor else value
+        cleaned: _T = known.redactor.json(value)
         return cleaned
 
     def words(self, text: str) -> str:
