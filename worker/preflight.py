@@ -133,14 +133,9 @@ def secret_problem(
             secret = from_variable(reference["env"])
         else:
             secret = resolve_secret(reference, policy, workspace)
+        secret.as_header()
     except TaskFault as fault:
         return fault
-    if not secret.value:
-        return TaskFault("secret_unavailable", f"the secret {secret.source} is empty")
-    if any(byte < 0x20 or byte > 0x7E for byte in secret.value):
-        return TaskFault(
-            "secret_unavailable", f"the secret {secret.source} has characters that an HTTP header cannot carry"
-        )
     return None
 
 

@@ -25,6 +25,8 @@ from .paths import workspace_of
 if TYPE_CHECKING:
     import ssl
 
+    from ..http_transport import NeverSent
+
 MAX_TEXT: Final = 512
 """Most characters of a text of the other side in a message for people."""
 
@@ -100,6 +102,11 @@ class Peer:
         text = self.clean(text)
         return text if len(text) <= MAX_TEXT else text[:MAX_TEXT] + "…"
 
+    def unsent(self, error: NeverSent, unavailable: str) -> TaskFault:
+        """The fault of a request of which nothing has left: `policy_denied`, or the code `unavailable`."""
+        code = "policy_denied" if error.code == "denied" else unavailable
+        return TaskFault(code, self.words(error.message), retryable=error.code not in ("denied", "request"))
+
 
 def peer_of(work: Work, field_name: str, url_field: str) -> Peer:
     """The server or peer that a rendered input names, checked by the policy as far as that is possible without asking
@@ -127,15 +134,7 @@ def peer(name: str, action: str, definition: Mapping[str, Any], url_field: str, 
         from .secret_values import resolve_secret
 
         secret = resolve_secret(reference, policy, workspace)
-        try:
-            text = secret.value.decode("ascii")
-        except UnicodeDecodeError:
-            text = "\n"
-        if not text.isprintable():
-            raise TaskFault(
-                "secret_unavailable", f"the secret {secret.source} cannot be a header: it is not plain text"
-            )
-        headers[header] = text
+        headers[header] = secret.as_header()
         described[header] = secret.describe()
     return Peer(name, action, url, target, definition, policy, headers, described, _tls(policy, target, workspace))
 
