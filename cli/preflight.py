@@ -35,7 +35,7 @@ def preflight(workflow: Mapping[str, Any], plan: Plan, base: Path, tasks: Collec
     from agentctl.store.clock import SystemClock
     from agentctl.store.policy import Policy
     from agentctl.worker.network import Guard
-    from agentctl.worker.preflight import denied_error, denied_secret, provider_service, require
+    from agentctl.worker.preflight import denied_secret, error_of, provider_service, require
 
     policy = Policy.from_json(plan.policy)
     workspace = os.path.realpath(os.path.join(base, policy.workspace_root))
@@ -43,7 +43,7 @@ def preflight(workflow: Mapping[str, Any], plan: Plan, base: Path, tasks: Collec
         for variable, reference in spec["actions"][name]["env"].items():
             fault = denied_secret(reference, policy, workspace)
             if fault is not None:
-                raise denied_error(fault, f"the action {name!r}: its env.{variable}")
+                raise error_of(fault, f"the action {name!r}: its env.{variable}")
     services: list[Service] = []
     for name in sorted({spec["agents"][agent]["provider"] for agent in agents}):
         service = provider_service(name, spec["providers"][name])

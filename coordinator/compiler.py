@@ -1381,7 +1381,7 @@ def _schema_problem(schema: dict[str, Any]) -> str | None:
 def _validator(schema: dict[str, Any] | bool) -> Any:
     import jsonschema_rs
 
-    return jsonschema_rs.validator_for(schema)
+    return jsonschema_rs.Draft202012Validator(schema)
 
 
 def digest_of_plan(

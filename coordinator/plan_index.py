@@ -142,7 +142,7 @@ def _no_object(value: Any) -> str | None:
 def _compile_schema(schema: dict[str, Any] | bool) -> Callable[[Any], str | None]:
     import jsonschema_rs
 
-    validator = jsonschema_rs.validator_for(schema)
+    validator = jsonschema_rs.Draft202012Validator(schema)
 
     def check(value: Any) -> str | None:
         if validator.is_valid(value):

@@ -45,11 +45,12 @@ from agentctl.store.records import (
 )
 from agentctl.store.timing import Timing
 
-from .attempt import AttemptRunner, Ending, RunSettings, refused
+from .attempt import AttemptRunner, Ending, RunSettings, as_recorded, refused
 from .effects import Declared, EffectContext, EffectOutcome, EffectPlan, Several, Written
+from .effects.contracts import mismatch
 from .providers import Call, ModelRequest, ModelResponse, Provider, ProviderFault, ToolCall, Usage
 from .redaction import known as known_secrets
-from .tools import Checks, ToolStep, keeps_something, policy_name, tool_plan, tool_specs
+from .tools import ToolStep, keeps_something, policy_name, tool_plan, tool_specs
 
 if TYPE_CHECKING:
     from .watch import Token
@@ -63,7 +64,7 @@ _PASSES = frozenset({429, 503})
 
 
 class Agents:
-    """Carries out attempts of agents for one worker; keeps providers of recent runs, and compiled schemas."""
+    """Carries out attempts of agents for one worker; keeps the providers of recent runs."""
 
     def __init__(
         self, host: AttemptRunner, store: Store, clock: Clock, timing: Timing, faults: Faults, token: Token
@@ -74,7 +75,6 @@ class Agents:
         self.timing = timing
         self.faults = faults
         self.token = token
-        self.checks = Checks()
         self._providers: OrderedDict[tuple[str, str], Provider] = OrderedDict()
 
     def run(self, claim: Claim, draining: Callable[[], bool]) -> Ending:
@@ -223,7 +223,7 @@ class _Delivery:
                 raise TaskFault(
                     "structured_output", f"the answer is not the JSON that was asked for: {error}"
                 ) from error
-            problem = self._agents.checks.problem(schema, output)
+            problem = mismatch(schema, output)
             if problem is not None:
                 raise TaskFault("structured_output", f"the answer does not fit structuredOutput: {problem}")
         ending = Ending(AttemptEnd("succeeded", result_json=canonical(output)), self._pending)
@@ -341,7 +341,7 @@ class _Delivery:
             raise _Over(refused(answer, self._claim))
         if isinstance(answer, RecordedEffect):
             if answer.status != "succeeded":
-                raise _Over(_ended_before(request, answer))
+                raise _Over(as_recorded(request, answer))
             return answer
         if self._agents.clock.monotonic() - before > self._agents.timing.lease:
             # Held up for longer than the lease: somebody may think that we are dead, so nothing is sent.
@@ -522,7 +522,7 @@ class _Delivery:
             raise TaskFault("unknown_tool", f"the model asks for the tool {call.name!r}, which its agent does not have")
         tool: dict[str, Any] = self._models["tools"][call.name]
         given = dict(call.input)
-        problem = self._agents.checks.problem(tool["inputSchema"], given)
+        problem = mismatch(tool["inputSchema"], given)
         if problem is not None:
             raise TaskFault("tool_input", f"the input of {call.name} does not fit its inputSchema: {problem}")
         self._ordinal += 1
@@ -596,7 +596,7 @@ class _Delivery:
         """What a tool gives back fits its outputSchema, or its effect has failed. Each call is one of the budget."""
         usage = outcome.usage if outcome.status == "not_dispatched" else {"toolCalls": 1, **outcome.usage}
         if outcome.status == "succeeded":
-            problem = self._agents.checks.problem(tool["outputSchema"], outcome.result)
+            problem = mismatch(tool["outputSchema"], outcome.result)
             if problem is None:
                 return replace(outcome, usage=usage)
             fault = TaskFault("tool_output", f"the output of {name} does not fit its outputSchema: {problem}")
@@ -703,10 +703,3 @@ def outcome_of(fault: ProviderFault) -> EffectOutcome:
             units = answers.used(fault.usage.as_json(), None)
             usage |= {name: units[name] for name in ("inputTokens", "outputTokens") if units[name]}
     return EffectOutcome("failed", error=error, usage=usage)
-
-
-def _ended_before(request: EffectRequest, answer: RecordedEffect) -> Ending:
-    """A step that an earlier delivery has ended without a result."""
-    outcome = "uncertain" if answer.status == "uncertain" else "failed"
-    cancelled = canonical({"code": "effect_cancelled", "message": "the effect was cancelled", "retryable": False})
-    return Ending(AttemptEnd(outcome, result_effect=request.effect_id, error_json=answer.error_json or cancelled))

@@ -78,7 +78,10 @@ class Prepared:
 
 @record
 class RunSettings:
-    """`settings_json` of a run, read once. `models` is there if the run has agents (`coordinator.submission`)."""
+    """`settings_json` of a run, read once. `models` is there if the run has agents (`coordinator.submission`).
+
+    `secretive` are the actions that read secrets; derived, and kept since it is asked before every attempt.
+    """
 
     actions: dict[str, Any]
     policy: policies.Policy
@@ -90,6 +93,7 @@ class RunSettings:
     long_term: dict[str, Any] | None
     models: dict[str, Any] | None
     force_effect: bool
+    secretive: frozenset[str]
 
 
 def work_of(
@@ -227,10 +231,8 @@ class AttemptRunner:
 
     def _takes_secrets(self, candidate: Candidate) -> bool:
         """Whether the action reads secrets: not ahead of time, for an attempt that nobody holds."""
-        actions = self.settings(candidate.run_id).actions
-        if not any(action.get("env") for action in actions.values()):
-            return False
-        return bool(actions[loads(candidate.input_json)["action"]].get("env"))
+        secretive = self.settings(candidate.run_id).secretive
+        return bool(secretive) and loads(candidate.input_json)["action"] in secretive
 
     def _work(self, attempt: Claim | Candidate, recorded: dict[str, Any] | None) -> Work:
         settings = self.settings(attempt.run_id)
@@ -262,6 +264,9 @@ class AttemptRunner:
                 data.get("longTerm"),
                 data.get("models"),
                 bool(data.get("forceEffect", False)),
+                frozenset(
+                    name for name, action in data["actions"].items() if run_secrets.takes_secrets(action, policy)
+                ),
             )
             run_secrets.learn(data, policy, workspace)
             self._known[run_id] = settings
@@ -299,7 +304,7 @@ class AttemptRunner:
         """Do what the answer to the start allows. `since` is when the start was asked for (monotonic seconds)."""
         self._faults.reach("after_effect_start")
         if isinstance(answer, RecordedEffect):
-            ending = _recorded(request, answer)
+            ending = as_recorded(request, answer)
             return ending if answer.reconciled else self._keep(claim, plan, ending)
         if isinstance(answer, AttemptHeld):
             return Ending(None, held=True)
@@ -423,8 +428,8 @@ def cleaned(outcome: EffectOutcome) -> EffectOutcome:
     )
 
 
-def _recorded(request: EffectRequest, answer: RecordedEffect) -> Ending:
-    """An earlier delivery has confirmed this effect: its result is used, nothing is dispatched."""
+def as_recorded(request: EffectRequest, answer: RecordedEffect) -> Ending:
+    """An earlier delivery has ended this effect: that end counts, nothing is dispatched."""
     if answer.reconciled:
         return Ending(AttemptEnd("succeeded", result_json=answer.result_json, result_effect=request.effect_id))
     if answer.status == "succeeded":

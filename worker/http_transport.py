@@ -23,6 +23,7 @@ import socket
 import ssl
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any, Final, TypeVar
 
 import httpcore
@@ -30,7 +31,7 @@ import httpx
 from agentctl.store.policy import Policy
 
 from .network import (
-    ConnectionDenied,
+    DEFAULT_PORTS,
     Guard,
     Interrupted,
     NetworkFault,
@@ -186,15 +187,37 @@ class _Stream(httpcore.NetworkStream):
         return None
 
 
-class _Backend(httpcore.NetworkBackend):
-    """Connects to the checked addresses of a name, or to the operator's proxy."""
+@dataclass(frozen=True, slots=True)
+class _Route:
+    """Where the connections of a pool may go: to the checked addresses of a name, or to the operator's proxy."""
 
-    def __init__(self, policy: Policy, guard: Guard, resolver: Resolver, scheme: str, *, to_proxy: bool) -> None:
-        self._policy = policy
-        self._guard = guard
-        self._resolver = resolver
-        self._scheme = scheme
-        self._to_proxy = to_proxy
+    policy: Policy
+    guard: Guard
+    resolver: Resolver
+    scheme: str
+    to_proxy: bool
+
+    @property
+    def seconds(self) -> float:
+        """How long a connection may take."""
+        return float(self.policy.network.connect_timeout_seconds)
+
+    def target(self, host: str, port: int) -> Target:
+        """What `httpcore` asks for."""
+        return Target(self.scheme, host.removeprefix("[").removesuffix("]"), port)
+
+    def addresses(self, target: Target) -> tuple[str, ...]:
+        """Where to connect to. Raises `NetworkFault`."""
+        if self.to_proxy:
+            return lookup(target, guard=self.guard, seconds=self.seconds, resolver=self.resolver)
+        return checked_addresses(self.policy, target, guard=self.guard, resolver=self.resolver)
+
+
+class _Backend(httpcore.NetworkBackend):
+    """Connects along a route."""
+
+    def __init__(self, route: _Route) -> None:
+        self._route = route
 
     def connect_tcp(
         self,
@@ -204,24 +227,16 @@ class _Backend(httpcore.NetworkBackend):
         local_address: str | None = None,
         socket_options: Iterable[Any] | None = None,
     ) -> httpcore.NetworkStream:
-        target = Target(self._scheme, host.removeprefix("[").removesuffix("]"), port)
-        seconds = float(self._policy.network.connect_timeout_seconds)
-        if self._to_proxy:
-            addresses = lookup(target, guard=self._guard, seconds=seconds, resolver=self._resolver)
-        else:
-            addresses = checked_addresses(self._policy, target, guard=self._guard, resolver=self._resolver)
-        return _Stream(connect(addresses, target, guard=self._guard, seconds=seconds), self._guard)
+        route, target = self._route, self._route.target(host, port)
+        addresses = route.addresses(target)
+        return _Stream(connect(addresses, target, guard=route.guard, seconds=route.seconds), route.guard)
 
 
 class _AsyncBackend(httpcore.AsyncNetworkBackend):
     """The same for asynchronous clients; they are cancelled by their task, so the streams are the library's own."""
 
-    def __init__(self, policy: Policy, guard: Guard, resolver: Resolver, scheme: str, *, to_proxy: bool) -> None:
-        self._policy = policy
-        self._guard = guard
-        self._resolver = resolver
-        self._scheme = scheme
-        self._to_proxy = to_proxy
+    def __init__(self, route: _Route) -> None:
+        self._route = route
         self._inner = httpcore.AnyIOBackend()
 
     async def connect_tcp(
@@ -234,19 +249,12 @@ class _AsyncBackend(httpcore.AsyncNetworkBackend):
     ) -> httpcore.AsyncNetworkStream:
         from anyio.to_thread import run_sync
 
-        target = Target(self._scheme, host.removeprefix("[").removesuffix("]"), port)
-        seconds = float(self._policy.network.connect_timeout_seconds)
-
-        def look() -> tuple[str, ...]:
-            if self._to_proxy:
-                return lookup(target, guard=self._guard, seconds=seconds, resolver=self._resolver)
-            return checked_addresses(self._policy, target, guard=self._guard, resolver=self._resolver)
-
-        addresses = await run_sync(look, abandon_on_cancel=True)
+        target = self._route.target(host, port)
+        addresses = await run_sync(self._route.addresses, target, abandon_on_cancel=True)
         reason: Exception | None = None
         for address in addresses:
             try:
-                return await self._inner.connect_tcp(address, port, timeout=seconds / len(addresses))
+                return await self._inner.connect_tcp(address, port, timeout=self._route.seconds / len(addresses))
             except (httpcore.ConnectError, httpcore.ConnectTimeout) as error:
                 reason = error
         detail = "not in time" if isinstance(reason, httpcore.ConnectTimeout) else str(reason)
@@ -259,19 +267,9 @@ class _AsyncBackend(httpcore.AsyncNetworkBackend):
 # -- transports --------------------------------------------------------------------------------------------------------
 
 
-def _proxy_for(policy: Policy, target: Target, environment: Mapping[str, str]) -> httpcore.Proxy | None:
-    """The proxy that the environment names for a target, if the policy allows proxies."""
-    text = proxy_of(target, environment) if policy.network.allow_proxy else None
-    if text is None:
-        return None
-    url = httpx.URL(text)
-    auth = (url.username, url.password) if url.username else None
-    return httpcore.Proxy(str(url.copy_with(username=None, password=None)), auth=auth)
-
-
 def _target(request: httpx.Request) -> Target:
     url = request.url
-    port = url.port or {"https": 443, "http": 80}.get(url.scheme, 0)
+    port = url.port or DEFAULT_PORTS.get(url.scheme, 0)
     return Target(url.scheme, url.raw_host.decode("ascii").removeprefix("[").removesuffix("]"), port)
 
 
@@ -398,6 +396,25 @@ class _Settings:
             self._tls = tls_context()
         return self._tls
 
+    def admit(self, target: Target) -> None:
+        """Raise `Interrupted` or `ConnectionDenied` for a request that must not go out. No name is looked up."""
+        if self.guard.cancelled:
+            raise Interrupted("ended before it was sent")
+        require_allowed(self.policy, target)
+
+    def proxy(self, target: Target) -> httpcore.Proxy | None:
+        """The proxy that the environment names for a target, if the policy allows proxies."""
+        text = proxy_of(target, self.environment) if self.policy.network.allow_proxy else None
+        if text is None:
+            return None
+        url = httpx.URL(text)
+        auth = (url.username, url.password) if url.username else None
+        return httpcore.Proxy(str(url.copy_with(username=None, password=None)), auth=auth)
+
+    def route(self, target: Target, proxy: httpcore.Proxy | None) -> _Route:
+        """How a connection for a target is made."""
+        return _Route(self.policy, self.guard, self.resolver, target.scheme, proxy is not None)
+
     def _timeout(self, request: httpx.Request) -> dict[str, Any]:
         """The client's waits; that for a connection, its TLS included, is the policy's."""
         return {
@@ -441,18 +458,14 @@ class PolicyTransport(httpx.BaseTransport):
         settings, target, passage = self._settings, _target(request), _Passage(request)
         limit = settings.policy.network.max_response_bytes
         with passage.told():
-            if settings.guard.cancelled:
-                raise Interrupted("ended before it was sent")
-            require_allowed(settings.policy, target)
-            proxy = _proxy_for(settings.policy, target, settings.environment)
+            settings.admit(target)
+            proxy = settings.proxy(target)
             pool = httpcore.ConnectionPool(
                 ssl_context=settings.tls(target.scheme),
                 proxy=proxy,
                 max_connections=1,
                 max_keepalive_connections=0,
-                network_backend=_Backend(
-                    settings.policy, settings.guard, settings.resolver, target.scheme, to_proxy=proxy is not None
-                ),
+                network_backend=_Backend(settings.route(target, proxy)),
             )
             try:
                 answer = pool.handle_request(httpcore.Request(**settings.outgoing(request, passage.trace)))
@@ -491,9 +504,7 @@ class AsyncPolicyTransport(httpx.AsyncBaseTransport):
         settings, target, passage = self._settings, _target(request), _Passage(request)
         limit = settings.policy.network.max_response_bytes
         with passage.told():
-            if settings.guard.cancelled:
-                raise Interrupted("ended before it was sent")
-            require_allowed(settings.policy, target)
+            settings.admit(target)
             pool = self._pool(target)
             answer = await pool.handle_async_request(httpcore.Request(**settings.outgoing(request, passage.atrace)))
             headers = httpx.Headers(answer.headers)
@@ -511,15 +522,13 @@ class AsyncPolicyTransport(httpx.AsyncBaseTransport):
 
     def _pool(self, target: Target) -> httpcore.AsyncConnectionPool:
         settings = self._settings
-        proxy = _proxy_for(settings.policy, target, settings.environment)
+        proxy = settings.proxy(target)
         key = (target.scheme, "" if proxy is None else str(proxy.url))
         if key not in self._pools:
             self._pools[key] = httpcore.AsyncConnectionPool(
                 ssl_context=settings.tls(target.scheme),
                 proxy=proxy,
-                network_backend=_AsyncBackend(
-                    settings.policy, settings.guard, settings.resolver, target.scheme, to_proxy=proxy is not None
-                ),
+                network_backend=_AsyncBackend(settings.route(target, proxy)),
             )
         return self._pools[key]
 
@@ -567,7 +576,6 @@ __all__ = [
     "AnswerUnreadable",
     "AsyncPolicyTransport",
     "Cancelled",
-    "ConnectionDenied",
     "NeverSent",
     "PolicyTransport",
     "RedirectRefused",

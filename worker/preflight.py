@@ -31,8 +31,8 @@ from .providers.exchange import credential_of, endpoint_of, is_default, missing_
 Secrets: TypeAlias = Mapping[str, Mapping[str, Any]]
 ServiceKind: TypeAlias = Literal["provider", "mcp", "a2a"]
 
-_MODULES: Final = {"mcp": ("mcp", "mcp"), "a2a": ("a2a", "a2a")}
-"""Kind of service to the module that its extra brings, and the name of the extra."""
+_ACTIONS: Final = {"mcp": "mcp.call", "a2a": "a2a.delegate"}
+"""Kind of service to the kind of action that calls it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,11 +115,11 @@ def secret_problems(service: Service, policy: Policy, workspace: str) -> Iterato
         problem = secret_problem(reference, policy, workspace, service.provider_kind)
         if problem is not None:
             where = f"{service.what}: its {place}"
-            yield _as_error(problem, where)
+            yield error_of(problem, where)
     if policy.network.custom_ca is not None:
         problem = _ca_problem(policy, workspace)
         if problem is not None:
-            yield _as_error(problem, "policy.network.customCa")
+            yield error_of(problem, "policy.network.customCa")
 
 
 def secret_problem(
@@ -133,14 +133,9 @@ def secret_problem(
             secret = from_variable(reference["env"])
         else:
             secret = resolve_secret(reference, policy, workspace)
+        secret.as_header()
     except TaskFault as fault:
         return fault
-    if not secret.value:
-        return TaskFault("secret_unavailable", f"the secret {secret.source} is empty")
-    if any(byte < 0x20 or byte > 0x7E for byte in secret.value):
-        return TaskFault(
-            "secret_unavailable", f"the secret {secret.source} has characters that an HTTP header cannot carry"
-        )
     return None
 
 
@@ -169,7 +164,8 @@ def _ca_problem(policy: Policy, workspace: str) -> TaskFault | None:
     return None
 
 
-def _as_error(fault: TaskFault, where: str) -> AgentctlError:
+def error_of(fault: TaskFault, where: str) -> AgentctlError:
+    """The error for a secret that cannot be had: `PolicyError` (exit 3) or `PrerequisiteError` (exit 6)."""
     message = f"{where}: {fault.message}"
     if fault.code == "policy_denied":
         remedy = (fault.details or {}).get(
@@ -177,11 +173,6 @@ def _as_error(fault: TaskFault, where: str) -> AgentctlError:
         )
         return PolicyError(message, remedy=remedy)
     return PrerequisiteError(message, remedy="provide the secret where the reference points; nothing was started")
-
-
-def denied_error(fault: TaskFault, where: str) -> AgentctlError:
-    """The error for what `denied_secret` has found."""
-    return _as_error(fault, where)
 
 
 def _require_library(service: Service) -> None:
@@ -192,8 +183,10 @@ def _require_library(service: Service) -> None:
             message = missing_extra(str(service.provider_kind))
             raise PrerequisiteError(f"{service.what}: {message}", remedy=message.partition(": ")[2])
         return
-    module, extra = _MODULES[service.kind]
-    if find_spec(module) is None:
+    from .effects import remote
+
+    extra = remote.missing_extra(_ACTIONS[service.kind])
+    if extra is not None:
         remedy = f"pip install 'agentctl[{extra}]'"
         raise PrerequisiteError(f"{service.what} needs the extra {extra}, which is not installed", remedy=remedy)
 

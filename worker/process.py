@@ -42,7 +42,7 @@ from agentctl.store.service_manager import DRAIN_SIGNAL, ServiceManager, Watchdo
 from agentctl.store.timing import Timing
 
 from .attempt import AttemptRunner, Ending, Prepared
-from .effects.process import become_subreaper
+from .effects.process import STOP_SIGNALS, become_subreaper
 from .redaction import LogFilter
 from .watch import Watch
 
@@ -53,8 +53,6 @@ IDLE_LOOK_SECONDS = 1.0
 
 MAX_REACH = 32
 """How far back in the queue a worker looks at most for a candidate that nobody else prepares for."""
-
-STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
 
 EXIT_DRAINED = 0
 EXIT_FORCED = 3

@@ -10,12 +10,10 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator, Mapping
-from typing import Any, Final
+from typing import Any
 
 from agentctl.store.errors import TaskFault
 from agentctl.store.policy import Policy
-
-_SOURCES: Final = ("env", "file", "process")
 
 
 def learn(settings: Mapping[str, Any], policy: Policy, workspace: str) -> None:
@@ -46,6 +44,14 @@ def references_in(value: Any) -> Iterator[Mapping[str, Any]]:
     elif isinstance(value, list | tuple):
         for item in value:
             yield from references_in(item)
+
+
+def takes_secrets(action: Mapping[str, Any], policy: Policy) -> bool:
+    """Whether preparing an action reads secrets: variables of its command, headers and `customCa` of its peers."""
+    peers = (action.get("peers") or {}).values()
+    if action.get("env") or any(peer.get("headers") for peer in peers):
+        return True
+    return bool(peers) and policy.network.custom_ca is not None
 
 
 def _learn_default(definition: Mapping[str, Any]) -> None:

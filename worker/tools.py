@@ -13,7 +13,6 @@ from functools import partial
 from hashlib import sha256
 from typing import Any, Final
 
-from agentctl.store.canonical import canonical
 from agentctl.store.errors import TaskFault
 from agentctl.store.policy import Policy
 from agentctl.store.records import record
@@ -24,7 +23,6 @@ from .providers import ToolSpec
 
 _RISKS: Final = ("low", "medium", "high", "critical")
 _FILES: Final = {"builtin.workspace.read": "builtin.read", "builtin.workspace.write": "builtin.write"}
-MAX_SCHEMAS: Final = 256
 
 
 @record
@@ -37,38 +35,6 @@ class ToolStep:
     given: dict[str, Any]
     settings: RunSettings
     expected: dict[str, Any] | None
-
-
-class Checks:
-    """Compiled JSON Schemas by their text."""
-
-    def __init__(self) -> None:
-        self._known: dict[str, Callable[[Any], str | None]] = {}
-
-    def problem(self, schema: Any, value: Any) -> str | None:
-        """Why a value does not fit a schema, with the place, or None."""
-        text = canonical(schema)
-        check = self._known.get(text)
-        if check is None:
-            if len(self._known) >= MAX_SCHEMAS:
-                self._known.clear()
-            check = self._known[text] = _compiled(schema)
-        return check(value)
-
-
-def _compiled(schema: Any) -> Callable[[Any], str | None]:
-    import jsonschema_rs
-
-    validator = jsonschema_rs.validator_for(schema)
-
-    def check(value: Any) -> str | None:
-        if validator.is_valid(value):
-            return None
-        error = next(validator.iter_errors(value))
-        where = "/".join(str(part) for part in error.instance_path)
-        return f"{error.message[:300]} (at /{where})"
-
-    return check
 
 
 def tool_specs(names: Sequence[str], tools: Mapping[str, Any]) -> tuple[ToolSpec, ...]:

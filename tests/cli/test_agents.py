@@ -376,6 +376,38 @@ def test_a_tool_that_fails_fails_the_task(talk: Talk) -> None:
     assert rows(talk.site.store, "SELECT status FROM tool_calls") == [("failed",), ("failed",)]
 
 
+def test_a_schema_of_any_dialect_is_read_as_draft_2020_12(talk: Talk) -> None:
+    """As the compiler has read it: one that nobody knows would end a driver or a worker, an older one says less."""
+    unknown, older = "https://example.invalid/dialect", "http://json-schema.org/draft-07/schema#"
+    echo = {**ECHO, "inputSchema": {**ECHO["inputSchema"], "$schema": unknown}, "outputSchema": {"$schema": unknown}}
+    note = {"id": "note", "uses": "action:note", "with": {}, "outputSchema": {"$schema": unknown, "type": "object"}}
+    value = document(
+        [ASK, note],
+        tools={"echo": echo},
+        agent={"structuredOutput": {"$schema": older, "type": "object", "dependentRequired": {"a": ["b"]}}},
+        actions={"note": {"kind": "builtin.assign"}},
+    )
+    say = {"toolCalls": [{"name": "echo", "input": {"word": "a"}}]}
+    answer = talk.run(value, [say, {"json": {"a": 1, "b": 2}}])
+    assert answer.code == 0, answer.err
+    assert talk.run(value, [say, {"json": {"a": 1}}]).code == 4
+    assert talk.error()["code"] == "structured_output"
+
+
+def test_an_input_is_held_against_a_schema_of_any_dialect(talk: Talk) -> None:
+    extension = {
+        "kind": "extension.process",
+        "command": "sh",
+        "idempotency": "pure",
+        "protocolVersion": "agentctl.dev/process-extension/v1",
+        "inputSchema": {"$schema": "https://example.invalid/dialect", "type": "object", "required": ["needed"]},
+        "outputSchema": {},
+        "capabilities": [],
+    }
+    answer = talk.run(document([{"id": "it", "uses": "action:it", "with": {"n": 1}}], actions={"it": extension}))
+    assert (answer.code, "needed" in answer.err) == (2, True), answer.err
+
+
 def test_a_tool_that_may_be_repeated_is_retried_with_its_task(talk: Talk) -> None:
     """Retrying begins the conversation anew; after a call that must not be repeated, it does not."""
     script = "test -e out/again && echo ok || { mkdir -p out; touch out/again; exit 1; }"

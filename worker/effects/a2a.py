@@ -419,10 +419,7 @@ def _problem_of(call: _Call, what: str, error: Exception, *, before: bool = Fals
     words = call.peer.words(str(error) or type(error).__name__)
     unsent = never_sent(error)
     if unsent is not None:
-        code = "policy_denied" if unsent.code == "denied" else "a2a_unavailable"
-        return _Problem(
-            TaskFault(code, call.peer.words(unsent.message), retryable=unsent.code not in ("denied", "request"))
-        )
+        return _Problem(call.peer.unsent(unsent, "a2a_unavailable"))
     cause: BaseException | None = error
     while cause is not None:
         if isinstance(cause, RedirectRefused):

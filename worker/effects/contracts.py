@@ -1,6 +1,9 @@
-"""JSON Schema contracts of what crosses the border of this program: inputs and outputs of extensions and protocols.
+"""JSON Schema contracts of what crosses the border of this program: inputs and outputs of extensions, protocols, tools
+and models.
 
-Schemas are those of a compiled document, so they are known to compile; a reference never leaves its schema.
+Schemas are those of a compiled document, so they are known to compile, but for those that a server tells of its tools.
+They are read as the compiler reads them: always as Draft 2020-12, whatever `$schema` says, and a reference never leaves
+its schema.
 """
 
 from __future__ import annotations
@@ -14,7 +17,7 @@ if TYPE_CHECKING:
     import jsonschema_rs
 
 MAX_MESSAGE: Final = 300
-_KNOWN: Final = 64
+_KNOWN: Final = 256
 
 _validators: OrderedDict[str, jsonschema_rs.Draft202012Validator] = OrderedDict()
 

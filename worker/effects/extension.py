@@ -15,15 +15,13 @@ stand and authorize nothing; stderr is kept (its end, in the notes of a success)
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Final
 
 from agentctl.store.canonical import JsonError, canonical, parse_json
 from agentctl.store.errors import TaskFault
-from agentctl.store.policy import process_allowed
 from agentctl.store.process_identity import EFFECT_MARKER, HOLDER_MARKER
 
 from . import EffectContext, EffectOutcome, EffectPlan, Work, process, refuse_cancelled
@@ -31,12 +29,13 @@ from .contracts import mismatch
 from .paths import checked_text, workspace_of
 from .process import Command, Ending, ProcessResult
 from .shell import (
-    DEFAULT_COMBINED_LIMIT,
-    DEFAULT_STREAM_LIMIT,
     arguments_of,
+    bad_exit,
     ended_by,
     environment_of,
+    limits_of,
     notes_of,
+    require_program,
     tail_of,
     working_folder,
 )
@@ -71,20 +70,13 @@ def prepare_extension(work: Work) -> EffectPlan:
     if problem is not None:
         raise TaskFault("invalid_input", f"the input does not fit inputSchema of {work.action_name!r}: {problem}")
     command = checked_text(str(action.get("command") or ""), "command")
-    if not process_allowed(work.policy, command):
-        name = os.path.basename(command)
-        message = f"the program {name!r} is not in policy.processAllowlist"
-        raise TaskFault("policy_denied", message, details={"command": command})
+    require_program(work.policy, command)
     arguments = arguments_of(action.get("args") or [])
     workspace = workspace_of(work)
     folder, cwd = working_folder(action.get("cwd"), workspace)
     # The whole `with` is the extension's input; none of it may set variables here.
-    environment, recorded, secrets = environment_of(_without_input(work), workspace)
-    limits = {
-        "stdoutLimitBytes": action.get("stdoutLimitBytes") or DEFAULT_STREAM_LIMIT,
-        "stderrLimitBytes": action.get("stderrLimitBytes") or DEFAULT_STREAM_LIMIT,
-        "combinedOutputLimitBytes": action.get("combinedOutputLimitBytes") or DEFAULT_COMBINED_LIMIT,
-    }
+    environment, recorded, secrets = environment_of(replace(work, input={}), workspace)
+    limits = limits_of(action)
     timeout = min(action.get("timeoutSeconds") or work.timeout_seconds, work.timeout_seconds)
     contract = {
         "protocolVersion": action["protocolVersion"],
@@ -125,21 +117,6 @@ def prepare_extension(work: Work) -> EffectPlan:
         expected_effect={"command": command, "args": arguments, "cwd": folder, "input": work.input},
         estimate={"processOutputBytes": 2 * limits["combinedOutputLimitBytes"]},
         execute=partial(_execute, extension),
-    )
-
-
-def _without_input(work: Work) -> Work:
-    return Work(
-        task_id=work.task_id,
-        action_name=work.action_name,
-        kind=work.kind,
-        action=work.action,
-        input={},
-        memory={},
-        timeout_seconds=work.timeout_seconds,
-        base_path=work.base_path,
-        policy=work.policy,
-        workspace=work.workspace,
     )
 
 
@@ -285,11 +262,7 @@ def _incomplete(extension: _Extension, result: ProcessResult, part: str) -> Task
     if result.exit_code is None and result.signal is None:
         return TaskFault("process_status_lost", f"the exit status of {what} was lost", retryable=True)
     if result.exit_code != 0:
-        tail = tail_of(result.stderr.decode("utf-8", "replace"))
-        last = tail.strip().rsplit("\n", 1)[-1][:200]
-        how = f"was ended by {details['signal']}" if details["signal"] else f"exited with {result.exit_code}"
-        message = f"{what} {how}" + (f": {last}" if last else "")
-        return TaskFault("process_exit", message, retryable=True, details={**details, "stderrTail": tail})
+        return bad_exit(what, result, part=part)
     return None
 
 

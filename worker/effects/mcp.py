@@ -64,7 +64,7 @@ class _Call:
 
 @dataclass(slots=True)
 class _State:
-    """What is known of a call by now; the stored form is `as_json`."""
+    """What is known of a call by now; `note` is its stored form."""
 
     call: _Call
     tool_digest: str | None = None
@@ -436,11 +436,7 @@ def _problem_of(call: _Call, bridge: Bridge, method: str, error: BaseException) 
     if exchange is None:
         return _Problem(TaskFault("mcp_unavailable", f"the server cannot be asked: {words}", retryable=True))
     if exchange.unsent is not None:
-        fault = exchange.unsent
-        code = "policy_denied" if fault.code == "denied" else "mcp_unavailable"
-        return _Problem(
-            TaskFault(code, call.peer.words(fault.message), retryable=fault.code not in ("denied", "request"))
-        )
+        return _Problem(call.peer.unsent(exchange.unsent, "mcp_unavailable"))
     if exchange.redirected:
         message = f"the server answered {method} with a redirect ({exchange.status}), which is not followed"
         return _Problem(TaskFault("mcp_http_error", message, details={"status": exchange.status}), definite=asked)

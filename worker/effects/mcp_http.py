@@ -24,12 +24,11 @@ from .remote import COURTESY_SECONDS
 class Exchange:
     """What is known of the last request of one JSON-RPC method.
 
-    `sent`: it may have been received. `status` and `content_type`: the server has answered. `ended`: its answer was
+    `status` and `content_type`: the server has answered. `ended`: its answer was
     read to the end. `lost`: why the answer did not come to its end. `refused`: it is here that it was not read to its
     end (it is too large, or in a coding that nobody asked for). `unsent`: why nothing left this machine.
     """
 
-    sent: bool = False
     ended: bool = False
     status: int | None = None
     content_type: str = ""
@@ -68,11 +67,10 @@ class Bridge(httpx2.AsyncBaseTransport):
         )
 
     async def _send(self, request: httpx.Request, exchange: Exchange) -> httpx.Response:
-        exchange.sent = True
         try:
             return await self._inner.handle_async_request(request)
         except NeverSent as error:
-            exchange.sent, exchange.unsent = False, error
+            exchange.unsent = error
             raise httpx2.ConnectError(error.message) from error
         except RedirectRefused as error:
             exchange.status, exchange.redirected = error.status, True

@@ -25,6 +25,8 @@ from .paths import workspace_of
 if TYPE_CHECKING:
     import ssl
 
+    from ..http_transport import NeverSent
+
 MAX_TEXT: Final = 512
 """Most characters of a text of the other side in a message for people."""
 
@@ -92,13 +94,18 @@ class Peer:
 
     def clean(self, value: _T) -> _T:
         """A JSON value without any of the secrets that this worker has read."""
-        cleaned: _T = known.redactor.json(value) if known.redactor else value
+        cleaned: _T = known.redactor.json(value)
         return cleaned
 
     def words(self, text: str) -> str:
         """A text of the other side for a message: clean, and not too long."""
         text = self.clean(text)
         return text if len(text) <= MAX_TEXT else text[:MAX_TEXT] + "…"
+
+    def unsent(self, error: NeverSent, unavailable: str) -> TaskFault:
+        """The fault of a request of which nothing has left: `policy_denied`, or the code `unavailable`."""
+        code = "policy_denied" if error.code == "denied" else unavailable
+        return TaskFault(code, self.words(error.message), retryable=error.code not in ("denied", "request"))
 
 
 def peer_of(work: Work, field_name: str, url_field: str) -> Peer:
@@ -127,15 +134,7 @@ def peer(name: str, action: str, definition: Mapping[str, Any], url_field: str, 
         from .secret_values import resolve_secret
 
         secret = resolve_secret(reference, policy, workspace)
-        try:
-            text = secret.value.decode("ascii")
-        except UnicodeDecodeError:
-            text = "\n"
-        if not text.isprintable():
-            raise TaskFault(
-                "secret_unavailable", f"the secret {secret.source} cannot be a header: it is not plain text"
-            )
-        headers[header] = text
+        headers[header] = secret.as_header()
         described[header] = secret.describe()
     return Peer(name, action, url, target, definition, policy, headers, described, _tls(policy, target, workspace))
 

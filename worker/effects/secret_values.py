@@ -42,6 +42,16 @@ class Secret:
         """What an effect's input records (contract 3): a bare hex digest, never the value."""
         return {"source": self.source, "valueDigest": sha256(self.value).hexdigest()}
 
+    def as_header(self) -> str:
+        """The value for the header of a request. Raises `secret_unavailable` for one that HTTP cannot carry."""
+        if not self.value:
+            raise TaskFault("secret_unavailable", f"the secret {self.source} is empty")
+        text = self.value.decode("latin-1")
+        if not text.isascii() or not text.isprintable():
+            message = f"the secret {self.source} has characters that an HTTP header cannot carry"
+            raise TaskFault("secret_unavailable", message)
+        return text
+
 
 def resolve_secret(reference: Mapping[str, Any], policy: Policy, workspace: str) -> Secret:
     """Read what a secret reference points to. Raises `policy_denied` or `secret_unavailable`."""

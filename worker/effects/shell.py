@@ -37,7 +37,7 @@ from typing import Any, Final
 
 from agentctl.store.canonical import JsonError, parse_json
 from agentctl.store.errors import TaskFault
-from agentctl.store.policy import environment_allowed, process_allowed, refuse_dotdot
+from agentctl.store.policy import Policy, environment_allowed, process_allowed, refuse_dotdot
 from agentctl.store.process_identity import EFFECT_MARKER, HOLDER_MARKER
 
 from . import Declared, EffectContext, EffectOutcome, EffectPlan, Work, process, refuse_cancelled
@@ -78,23 +78,13 @@ def prepare_shell(work: Work) -> EffectPlan:
     action, given = work.action, work.input
     _refuse_unsupported(action)
     command = checked_text(_text(action.get("command"), "command"), "command")
-    if not process_allowed(work.policy, command):
-        name = os.path.basename(command)
-        raise TaskFault(
-            "policy_denied",
-            f"the program {name!r} is not in policy.processAllowlist",
-            details={"command": command},
-        )
+    require_program(work.policy, command)
     arguments = arguments_of(given["args"] if given.get("args") is not None else action.get("args") or [])
     workspace = workspace_of(work)
     folder, cwd = working_folder(given.get("cwd") or action.get("cwd"), workspace)
     stdin = _stdin(given.get("stdin"))
     environment, recorded, secrets = environment_of(work, workspace)
-    limits = {
-        "stdoutLimitBytes": action.get("stdoutLimitBytes") or DEFAULT_STREAM_LIMIT,
-        "stderrLimitBytes": action.get("stderrLimitBytes") or DEFAULT_STREAM_LIMIT,
-        "combinedOutputLimitBytes": action.get("combinedOutputLimitBytes") or DEFAULT_COMBINED_LIMIT,
-    }
+    limits = limits_of(action)
     timeout = min(action.get("timeoutSeconds") or work.timeout_seconds, work.timeout_seconds)
     effect_input: dict[str, Any] = {
         "command": command,
@@ -141,6 +131,23 @@ def prepare_shell(work: Work) -> EffectPlan:
 # -- checks ----------------------------------------------------------------------------------------
 
 
+def require_program(policy: Policy, command: str) -> None:
+    """Raise `policy_denied` when the policy does not let a command be started."""
+    if not process_allowed(policy, command):
+        name = os.path.basename(command)
+        message = f"the program {name!r} is not in policy.processAllowlist"
+        raise TaskFault("policy_denied", message, details={"command": command})
+
+
+def limits_of(action: Mapping[str, Any]) -> dict[str, int]:
+    """The limits of what a process may print, in bytes, as they are recorded."""
+    return {
+        "stdoutLimitBytes": action.get("stdoutLimitBytes") or DEFAULT_STREAM_LIMIT,
+        "stderrLimitBytes": action.get("stderrLimitBytes") or DEFAULT_STREAM_LIMIT,
+        "combinedOutputLimitBytes": action.get("combinedOutputLimitBytes") or DEFAULT_COMBINED_LIMIT,
+    }
+
+
 def _refuse_unsupported(action: Mapping[str, Any]) -> None:
     if action.get("isolation") not in (None, "process"):
         raise TaskFault("unsupported_capability", f"isolation {action['isolation']!r} is not supported")
@@ -163,6 +170,7 @@ def _scalar(value: Any, name: str) -> str:
 
 
 def arguments_of(value: Any) -> list[str]:
+    """The arguments of a command as texts. Raises `invalid_input`."""
     if not isinstance(value, list):
         raise TaskFault("invalid_input", "'args' must be a list")
     return [_scalar(item, f"args[{index}]") for index, item in enumerate(value)]
@@ -297,6 +305,7 @@ def _execute(launch: _Launch, context: EffectContext) -> EffectOutcome:
 
 
 def notes_of(result: ProcessResult) -> dict[str, Any]:
+    """Findings for people: what the process had left behind."""
     notes: dict[str, Any] = {}
     if result.strays:
         notes["strays"] = [stray.as_json() for stray in result.strays]
@@ -318,7 +327,7 @@ def _outcome(launch: _Launch, result: ProcessResult, usage: dict[str, int], note
     if fault is not None:
         return EffectOutcome("uncertain", output, fault.as_json(), usage, notes)
     if result.exit_code not in launch.success_exit_codes:
-        return EffectOutcome("failed", output, _bad_exit(launch, result, output).as_json(), usage, notes)
+        return EffectOutcome("failed", output, bad_exit(repr(launch.command), result).as_json(), usage, notes)
     if launch.parse_json:
         try:
             output["json"] = parse_json(result.stdout)
@@ -364,6 +373,7 @@ def _interruption(launch: _Launch, result: ProcessResult) -> TaskFault | None:
 
 
 def ended_by(result: ProcessResult) -> dict[str, Any]:
+    """Exit code and name of the signal, for the details of an error; one of them is None."""
     return {"exitCode": result.exit_code, "signal": _signal_name(result.signal)}
 
 
@@ -376,20 +386,25 @@ def _signal_name(number: int | None) -> str | None:
         return f"SIG{number}"
 
 
-def _bad_exit(launch: _Launch, result: ProcessResult, output: Mapping[str, Any]) -> TaskFault:
-    name = _signal_name(result.signal)
-    how = f"was ended by {name}" if name else f"exited with {result.exit_code}"
-    tail = tail_of(output["stderr"])
+def bad_exit(what: str, result: ProcessResult, **more: Any) -> TaskFault:
+    """The fault of a process that has ended by itself, and not well: how, and its last words on stderr.
+
+    `what` is the process for people, `more` goes into the details.
+    """
+    ended = ended_by(result)
+    how = f"was ended by {ended['signal']}" if ended["signal"] else f"exited with {result.exit_code}"
+    tail = tail_of(result.stderr.decode("utf-8", "replace"))
     last = tail.strip().rsplit("\n", 1)[-1][:200]
     return TaskFault(
         "process_exit",
-        f"{launch.command!r} {how}" + (f": {last}" if last else ""),
+        f"{what} {how}" + (f": {last}" if last else ""),
         retryable=True,
-        details={**ended_by(result), "stderrTail": tail},
+        details={**more, **ended, "stderrTail": tail},
     )
 
 
 def tail_of(text: str) -> str:
+    """The end of an output, at most `TAIL_BYTES` characters, for the details of an error."""
     return text[-TAIL_BYTES:]
 
 

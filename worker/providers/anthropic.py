@@ -8,7 +8,7 @@ from typing import Any, Final
 from agentctl.store.policy import Policy
 
 from . import Call, FinishReason, ModelRequest, ModelResponse, ToolCall, Usage
-from .exchange import Exchange, Malformed, a_list, a_text, an_object, distinct, estimated, units
+from .exchange import Exchange, Malformed, a_list, a_text, an_object, charged, distinct, estimated, units
 from .openai import result_text
 from .registry import ResolveSecret
 
@@ -89,11 +89,8 @@ def read(value: Any, request: ModelRequest) -> ModelResponse:
     """The answer of the service. Raises `Malformed`."""
     answer = an_object(value, "the answer")
     usage = _usage(answer.get("usage"))
-    try:
+    with charged(usage):
         return _read(answer, usage, request)
-    except Malformed as error:
-        error.usage = error.usage or usage
-        raise
 
 
 def _read(answer: dict[str, Any], usage: Usage | None, request: ModelRequest) -> ModelResponse:
@@ -125,7 +122,7 @@ def _read(answer: dict[str, Any], usage: Usage | None, request: ModelRequest) ->
         tool_calls=distinct(calls),
         assistant_content=tuple(blocks),
         continuation={"kind": "conversation", "value": None},
-        usage=usage or estimated(request, text, [dict(c.input) for c in calls]),
+        usage=usage or estimated(request, text, calls),
         finish_reason=finish,
     )
 

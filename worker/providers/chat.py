@@ -13,8 +13,20 @@ from agentctl.store.canonical import canonical
 from agentctl.store.policy import Policy
 
 from . import Call, FinishReason, ModelRequest, ModelResponse, ToolCall, Usage
-from .exchange import Declined, Exchange, Malformed, a_list, a_text, an_object, arguments_of, distinct, estimated, units
-from .openai import OUTPUT_NAME, result_text
+from .exchange import (
+    Declined,
+    Exchange,
+    Malformed,
+    a_list,
+    a_text,
+    an_object,
+    arguments_of,
+    charged,
+    distinct,
+    estimated,
+    units,
+)
+from .openai import OUTPUT_NAME, bearer, result_text
 from .registry import ResolveSecret
 
 _FINISH: Final[dict[str, FinishReason]] = {
@@ -28,11 +40,7 @@ _FINISH: Final[dict[str, FinishReason]] = {
 
 def make(definition: Mapping[str, Any], policy: Policy, workspace: str, resolve_secret: ResolveSecret) -> Chat:
     """A provider of kind `openai_compatible`. Raises `ProviderFault` with `sent="no"`."""
-    return Chat(Exchange("openai_compatible", definition, policy, resolve_secret, _bearer))
-
-
-def _bearer(key: str) -> tuple[str, str]:
-    return "Authorization", f"Bearer {key}"
+    return Chat(Exchange("openai_compatible", definition, policy, resolve_secret, bearer))
 
 
 class Chat:
@@ -101,11 +109,8 @@ def read(value: Any, request: ModelRequest) -> ModelResponse:
     """The answer of the server. Raises `Malformed` and `Declined`."""
     answer = an_object(value, "the answer")
     usage = _usage(answer.get("usage"))
-    try:
+    with charged(usage):
         return _read(answer, usage, request)
-    except Malformed as error:
-        error.usage = error.usage or usage
-        raise
 
 
 def _read(answer: dict[str, Any], usage: Usage | None, request: ModelRequest) -> ModelResponse:
@@ -142,7 +147,7 @@ def _read(answer: dict[str, Any], usage: Usage | None, request: ModelRequest) ->
         tool_calls=distinct(calls),
         assistant_content=tuple(blocks),
         continuation={"kind": "conversation", "value": None},
-        usage=usage or estimated(request, text, [dict(c.input) for c in calls]),
+        usage=usage or estimated(request, text, calls),
         finish_reason=finish,
     )
 

@@ -488,11 +488,20 @@ def units(usage: Mapping[str, Any], *path: str) -> int:
     return value
 
 
-def estimated(request: ModelRequest, text: str, calls: Sequence[Any]) -> Usage:
+@contextmanager
+def charged(usage: Usage | None) -> Iterator[None]:
+    """Reading an answer whose usage is known: a `Malformed` that is raised meanwhile tells what was paid for it."""
+    try:
+        yield
+    except Malformed as error:
+        error.usage = error.usage or usage
+        raise
+
+
+def estimated(request: ModelRequest, text: str, calls: Sequence[ToolCall]) -> Usage:
     """For a service that does not tell its usage: never less than it was, since a token has at least one byte."""
-    return Usage(
-        len(canonical(request.as_json()).encode()), max(1, len(text.encode()) + len(canonical(list(calls)).encode()))
-    )
+    inputs = canonical([dict(call.input) for call in calls])
+    return Usage(len(canonical(request.as_json()).encode()), max(1, len(text.encode()) + len(inputs.encode())))
 
 
 def keeps_strictness(schema: Any) -> bool:

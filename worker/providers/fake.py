@@ -11,7 +11,7 @@ neither opens a connection.
 from __future__ import annotations
 
 import select
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from agentctl.store.errors import TaskFault
@@ -105,21 +105,14 @@ def pause(call: Call, seconds: float) -> None:
         raise ProviderFault("provider_timeout", f"no answer within {call.timeout_seconds:g} s", sent="unknown")
 
 
-def stream(
-    call: Call, text: str, pieces: tuple[str, ...] | None = None, wait: Callable[[], None] | None = None
-) -> None:
-    """Give a text in pieces to whoever wants to see it come. What `on_event` raises ends the call."""
+def stream(call: Call, text: str, wait: Callable[[], None] | None = None) -> None:
+    """Give a text in pieces, each after `wait`, to whoever wants to see it come. What `on_event` raises ends it all."""
     if call.on_event is None:
         return
-    for piece in pieces if pieces is not None else tuple(_pieces(text)):
+    for start in range(0, len(text), PIECE_CHARACTERS):
         if wait is not None:
             wait()
-        call.on_event({"type": "text_delta", "text": piece})
-
-
-def _pieces(text: str) -> Iterator[str]:
-    for start in range(0, len(text), PIECE_CHARACTERS):
-        yield text[start : start + PIECE_CHARACTERS]
+        call.on_event({"type": "text_delta", "text": text[start : start + PIECE_CHARACTERS]})
 
 
 def latest_user_text(request: ModelRequest) -> str:

@@ -13,7 +13,7 @@ from urllib.parse import quote, urlsplit, urlunsplit
 from agentctl.store.policy import Policy
 
 from . import Call, FinishReason, ModelRequest, ModelResponse, ToolCall, Usage
-from .exchange import Exchange, Malformed, a_list, a_text, an_object, distinct, estimated, units
+from .exchange import Exchange, Malformed, a_list, a_text, an_object, charged, distinct, estimated, units
 from .registry import ResolveSecret
 
 SIGNATURE: Final = "thoughtSignature"
@@ -133,11 +133,8 @@ def read(value: Any, request: ModelRequest) -> ModelResponse:
     """The answer of the service. Raises `Malformed`."""
     answer = an_object(value, "the answer")
     usage = _usage(answer.get("usageMetadata"))
-    try:
+    with charged(usage):
         return _read(answer, usage, request)
-    except Malformed as error:
-        error.usage = error.usage or usage
-        raise
 
 
 def _read(answer: dict[str, Any], usage: Usage | None, request: ModelRequest) -> ModelResponse:
@@ -183,7 +180,7 @@ def _read(answer: dict[str, Any], usage: Usage | None, request: ModelRequest) ->
     if calls:
         finish = "tool_calls"
     text = "".join(texts)
-    usage = usage or estimated(request, text, [dict(c.input) for c in calls])
+    usage = usage or estimated(request, text, calls)
     return _response(identity, text, calls, blocks, usage, finish)
 
 

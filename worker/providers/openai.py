@@ -21,6 +21,7 @@ from .exchange import (
     a_text,
     an_object,
     arguments_of,
+    charged,
     distinct,
     estimated,
     keeps_strictness,
@@ -34,7 +35,7 @@ RETRYABLE_CODES: Final = frozenset({"server_error", "rate_limit_exceeded"})
 
 def make(definition: Mapping[str, Any], policy: Policy, workspace: str, resolve_secret: ResolveSecret) -> OpenAi:
     """A provider of kind `openai`. Raises `ProviderFault` with `sent="no"`."""
-    return OpenAi(Exchange("openai", definition, policy, resolve_secret, _bearer), {})
+    return OpenAi(Exchange("openai", definition, policy, resolve_secret, bearer), {})
 
 
 def make_azure(definition: Mapping[str, Any], policy: Policy, workspace: str, resolve_secret: ResolveSecret) -> OpenAi:
@@ -43,7 +44,8 @@ def make_azure(definition: Mapping[str, Any], policy: Policy, workspace: str, re
     return OpenAi(exchange, {"api-version": definition.get("apiVersion") or "v1"})
 
 
-def _bearer(key: str) -> tuple[str, str]:
+def bearer(key: str) -> tuple[str, str]:
+    """The header of a key for services that take it as a bearer token."""
     return "Authorization", f"Bearer {key}"
 
 
@@ -167,11 +169,8 @@ def read(value: Any, request: ModelRequest) -> ModelResponse:
     """The answer of the service. Raises `Malformed` and `Declined`."""
     answer = an_object(value, "the response")
     usage = _usage(answer.get("usage"))
-    try:
+    with charged(usage):
         return _read(answer, usage, request)
-    except Malformed as error:
-        error.usage = error.usage or usage
-        raise
 
 
 def _read(answer: dict[str, Any], usage: Usage | None, request: ModelRequest) -> ModelResponse:
@@ -212,7 +211,7 @@ def _read(answer: dict[str, Any], usage: Usage | None, request: ModelRequest) ->
             if stored
             else {"kind": "conversation", "value": None}
         ),
-        usage=usage or estimated(request, text, [dict(item.input) for item in calls]),
+        usage=usage or estimated(request, text, calls),
         finish_reason=finish,
     )
 

@@ -29,11 +29,6 @@ _KINDS: Final[dict[str, str]] = {
 """Kind to `module:function` below this package; the function is a `Factory`."""
 
 
-def supported(kind: str) -> bool:
-    """Whether this worker has a provider of that kind."""
-    return kind in _KINDS
-
-
 def load(kind: str) -> None:
     """Import what a provider of a kind needs, so that this is done before a request counts as started.
 

@@ -193,7 +193,7 @@ class ScriptedProvider:
         )
         text = canonical(turn["json"]) if "json" in turn else turn.get("text", "")
         wait = turn.get("chunkDelayMs", 0) / 1000
-        stream(call, text, None, (lambda: pause(call, wait)) if wait else None)
+        stream(call, text, (lambda: pause(call, wait)) if wait else None)
         usage = Usage(**{**self._script.usage, **_usage(turn.get("usage", {}), "usage")})
         return answer(f"script-{place + 1}-{number + 1}", text, calls, usage, turn.get("finish"))
 
