@@ -13,7 +13,7 @@ from agentctl.store.errors import EnvironmentFault, UsageError
 
 from .documents import Sources, compile_file, schema_text, source_options, write_file
 from .main import Settings, Verb, pass_settings
-from .render import Printer, clean, warn_findings
+from .render import Printer, clean, counted, warn_findings
 
 if TYPE_CHECKING:
     from agentctl.coordinator.definition import LoadedDocument
@@ -224,7 +224,7 @@ def _effect(plan: Plan, policy: Policy, task: CompiledTask) -> str:
     if task.uses_kind == "agent":
         agent = plan.agents[task.uses_name]
         tools = len(agent["tools"])
-        said = f"model {agent['provider']}" + (f", {tools} {'tool' if tools == 1 else 'tools'}" if tools else "")
+        said = f"model {agent['provider']}" + (f", {counted(tools, 'tool')}" if tools else "")
         return said + (", asks a person" if any(approved_steps(policy, agent, plan.tools)) else "")
     decision = decision_on(policy, task.action_kind)
     if decision is None:

@@ -10,7 +10,8 @@ import click
 from agentctl.store.faults import Faults
 
 from .main import Settings, Verb, pass_settings
-from .render import Printer, clean, give_up_stdout, warn
+from .recovery import EXIT_BLOCKED, workspace_of
+from .render import Printer, clean, counted, give_up_stdout, warn
 from .run import ACTOR, EXIT_BY_STATE, foreground, open_store, signals_held, timeout_option, views_of, workers_option
 
 if TYPE_CHECKING:
@@ -18,7 +19,6 @@ if TYPE_CHECKING:
     from agentctl.coordinator.plan import Plan
     from agentctl.store.engine import Store
 
-EXIT_BLOCKED = 3
 SHOWN = 100
 INVERSE = "compensate--"
 """What the name of a task begins with that undoes another one."""
@@ -56,7 +56,6 @@ def compensate(
 
     from . import pool  # noqa: F401  # its import takes a while, and nothing may interrupt what follows for long
     from .preflight import preflight
-    from .recovery import workspace_of
 
     with closing(open_store(settings)) as store:
         source_id = views_of(store).find_run(run_name)
@@ -193,9 +192,8 @@ def _outcome_for_people(out: Printer, data: dict[str, Any], tasks: tuple[str, ..
         )
     else:
         why = f" ({data['reason']})" if data["reason"] else ""
-        done = len(data["compensatedTasks"])
-        noun = "task" if done == 1 else "tasks"
-        out.line(f"{data['runId']} {out.state(data['state'])}{why}: {done} {noun} of {source} undone")
+        done = counted(len(data["compensatedTasks"]), "task")
+        out.line(f"{data['runId']} {out.state(data['state'])}{why}: {done} of {source} undone")
         reasons = {item["taskId"]: item["error"] or {} for item in data["failures"]}
         for task in data["failedTasks"][:SHOWN]:
             fault = reasons.get(task)

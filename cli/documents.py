@@ -342,15 +342,7 @@ def write_file(target: str | Path, text: str, *, overwrite: bool = True) -> None
 
     Raises FileExistsError without `overwrite`, `UsageError` for what is no name of a file, and `EnvironmentFault`.
     """
-    from agentctl.store.blobs import write_atomically
-
     from .stopping import tidy
-
-    data = text.encode()
-
-    def fill(descriptor: int) -> None:
-        with open(descriptor, "wb", closefd=False) as stream:
-            stream.write(data)
 
     # Path would take the slash at the end away, and make the folder "." of nothing.
     if not os.fspath(target) or os.fspath(target).endswith("/"):
@@ -362,12 +354,28 @@ def write_file(target: str | Path, text: str, *, overwrite: bool = True) -> None
         if place.exists() and not place.is_file():
             raise _no_file(target, "is no regular file")
         with tidy():
-            write_atomically(place, fill, overwrite=overwrite)
+            put_file(place, text.encode(), overwrite=overwrite)
     except FileExistsError:
         raise
     except (OSError, ValueError) as error:
         reason = error.strerror if isinstance(error, OSError) else str(error)
         raise EnvironmentFault(f"cannot write {target}: {reason}", remedy="choose another place") from error
+
+
+def put_file(place: Path, data: bytes, *, overwrite: bool = True, mode: int | None = None) -> None:
+    """The file with these bytes, complete and durable, or everything as it was; `mode` counts whatever the umask.
+
+    Raises FileExistsError without `overwrite`, and OSError.
+    """
+    from agentctl.store.blobs import write_atomically
+
+    def fill(descriptor: int) -> None:
+        with open(descriptor, "wb", closefd=False) as stream:
+            stream.write(data)
+        if mode is not None:
+            os.fchmod(descriptor, mode)
+
+    write_atomically(place, fill, overwrite=overwrite)
 
 
 def _no_file(target: str | Path, what: str) -> UsageError:

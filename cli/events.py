@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import click
 from agentctl.store.errors import EnvironmentFault, UsageError
 
+from .documents import write_file
 from .main import Settings, Verb, pass_settings
 from .render import Printer, clean, envelope, reader_is_gone, warn, when
 from .run import open_store, views_of
@@ -218,9 +219,7 @@ def _kept(cursor_file: Path | None) -> str | None:
 
 
 def _keep(cursor_file: Path | None, cursor: str) -> None:
-    """Replace the file, whole or not at all, after what it covers was handed over."""
+    """Replace the file, whole or not at all, after what it covers was handed over. Raises `EnvironmentFault`."""
     if cursor_file is None:
         return
-    partial = cursor_file.with_name(f".{cursor_file.name}.{os.getpid()}")
-    partial.write_text(cursor + "\n", encoding="ascii")
-    partial.replace(cursor_file)
+    write_file(cursor_file, cursor + "\n")

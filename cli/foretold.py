@@ -8,9 +8,9 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from agentctl.store.states import REPEATABLE_IDEMPOTENCY, TASK_FINAL
+from agentctl.store.states import LEAVES_NO_TRACE, REPEATABLE_IDEMPOTENCY, TASK_FINAL
 
-from .render import Printer, clean, counted, counts_text
+from .render import Printer, clean, counted, counts_text, show_list
 
 if TYPE_CHECKING:
     from agentctl.coordinator.plan import Plan
@@ -18,10 +18,7 @@ if TYPE_CHECKING:
     from agentctl.store.records import Run
     from agentctl.store.views import Views
 
-SHOWN = 60
-"""How many tasks a plan lists for people; JSON has all."""
-
-HARMLESS = frozenset({"pure", "internal_state", "observe", "model"})
+HARMLESS = LEAVES_NO_TRACE | {"model"}
 """Classes of effects that change nothing outside of the run."""
 
 
@@ -55,12 +52,12 @@ def show_fork(out: Printer, data: dict[str, Any]) -> None:
     """ForkPlan for people."""
     out.line(f"fork of {data['sourceRunId']} ({clean(data['workflow'])}): {counted(len(data['tasks']), 'task')}")
     out.line(f"workspace {clean(data['workspace'])}")
-    _list(out, "executed afresh:", data["tasks"])
-    _list(out, "approvals that will be asked for:", data["approvalSummary"])
+    show_list(out, "executed afresh:", data["tasks"])
+    show_list(out, "approvals that will be asked for:", data["approvalSummary"])
     if data["repeatedEffects"]:
         number = counted(len(data["repeatedEffects"]), "effect")
         out.line(f"{out.paint('warning', 'yellow')}: {number} of {data['sourceRunId']} will be done once more:")
-        _list(out, "", [f"{item['taskId']} ({item['status']})" for item in data["repeatedEffects"]])
+        show_list(out, "", [f"{item['taskId']} ({item['status']})" for item in data["repeatedEffects"]])
 
 
 # -- replay ------------------------------------------------------------------------------------------------------------
@@ -124,19 +121,8 @@ def show_resume(out: Printer, data: dict[str, Any]) -> None:
     why = f" ({clean(data['reason'])})" if data["reason"] else ""
     out.line(f"resume of {data['runId']} ({clean(data['workflow'])}), {out.state(data['state'])}{why}")
     out.line(f"stays as it is: {counted(len(data['settledTasks']), 'task')}")
-    _list(out, "goes on:", [f"{item['taskId']} ({item['state']})" for item in data["openTasks"]])
-    _list(out, "waits for the answer of a person:", data["pendingApprovals"])
-    _list(out, "nobody knows whether these effects happened; they are not sent again:", data["uncertainEffects"])
+    show_list(out, "goes on:", [f"{item['taskId']} ({item['state']})" for item in data["openTasks"]])
+    show_list(out, "waits for the answer of a person:", data["pendingApprovals"])
+    show_list(out, "nobody knows whether these effects happened; they are not sent again:", data["uncertainEffects"])
     if data["drivenBy"] is not None:
         out.line(f"{clean(data['drivenBy'])} drives it; it would be followed")
-
-
-def _list(out: Printer, title: str, names: list[str]) -> None:
-    if not names:
-        return
-    if title:
-        out.line(title)
-    for name in names[:SHOWN]:
-        out.line(f"  {clean(name)}")
-    if len(names) > SHOWN:
-        out.line(f"  and {len(names) - SHOWN} more; --output json has all")

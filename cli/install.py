@@ -15,11 +15,15 @@ from agentctl.store.errors import AgentctlError, ConflictError, EnvironmentFault
 
 from . import unit_files
 from .doctor import units_of
+from .documents import put_file
 from .main import DEFAULT_DATABASE, Settings
 from .render import Printer, clean, warn
 from .unit_files import MARK, Site
 
 SYSTEM_FOLDER = Path("/etc/systemd/system")
+LINGER = Path("/var/lib/systemd/linger")
+"""Has a file for each user whose manager stays without a login."""
+
 ENABLE_SECONDS = 180
 
 
@@ -262,7 +266,7 @@ def _write(folder: Path, wanted: dict[str, str]) -> set[str]:
             if not path.exists():
                 continue
             before = path.read_text(encoding="utf-8", errors="replace")
-            if MARK not in before:
+            if not before.startswith(MARK):
                 raise ConflictError(
                     f"{path} was not made by agentctl; it is left alone", remedy="move it away, or use --print"
                 )
@@ -270,10 +274,7 @@ def _write(folder: Path, wanted: dict[str, str]) -> set[str]:
                 changed.add(name)
         folder.mkdir(parents=True, exist_ok=True)
         for name, text in wanted.items():
-            partial = folder / f".{name}.partial"
-            partial.write_text(text, encoding="utf-8")
-            partial.chmod(0o644)
-            partial.replace(folder / name)
+            put_file(folder / name, text.encode(), mode=0o644)
     except OSError as error:
         raise EnvironmentFault(
             f"cannot write units to {folder}: {error.strerror}",
@@ -340,4 +341,8 @@ class _Systemctl:
 
 
 def _lingers() -> bool:
-    return os.path.exists(f"/var/lib/systemd/linger/{os.environ.get('USER', '')}")
+    """Whether units of this user stay after the last login; asked for the user that we are, not the one in USER."""
+    try:
+        return (LINGER / pwd.getpwuid(os.getuid()).pw_name).exists()
+    except KeyError:
+        return False

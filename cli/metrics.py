@@ -9,7 +9,6 @@ from __future__ import annotations
 import os
 import re
 import signal
-import tempfile
 import threading
 from collections.abc import Iterator
 from contextlib import closing, suppress
@@ -20,6 +19,7 @@ import click
 from agentctl.store.errors import AgentctlError, EnvironmentFault
 
 from .amounts import Duration
+from .documents import put_file
 from .main import Settings, VerbGroup, pass_settings
 from .run import open_store
 
@@ -156,20 +156,9 @@ def _answer(settings: Settings, request: BaseHTTPRequestHandler) -> None:
 def _replace(path: Path, body: bytes) -> None:
     """Readable for everybody: the exporter is another user."""
     try:
-        descriptor, partial = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
+        put_file(path, body, mode=0o644)
     except OSError as error:
         raise _unwritable(path, error) from error
-    try:
-        with os.fdopen(descriptor, "wb") as file:
-            file.write(body)
-            os.fchmod(file.fileno(), 0o644)
-        os.replace(partial, path)
-    except BaseException as error:
-        with suppress(OSError):
-            os.unlink(partial)
-        if isinstance(error, OSError):
-            raise _unwritable(path, error) from error
-        raise
 
 
 def _unwritable(path: Path, error: OSError) -> EnvironmentFault:

@@ -19,7 +19,7 @@ from agentctl.store.errors import RecoveryBlocked, UsageError
 
 from .documents import Sources, compile_file
 from .main import Settings, Verb, pass_settings
-from .render import Printer, clean, counted, warn, warn_findings
+from .render import SHOWN_ENTRIES, Printer, clean, counted, show_list, warn, warn_findings
 from .run import (
     ACTOR,
     EXIT_BY_STATE,
@@ -41,9 +41,6 @@ if TYPE_CHECKING:
     from agentctl.store.records import NewRun
 
 EXIT_BLOCKED = 3
-SHOWN_TASKS = 60
-"""How many tasks of each kind a plan lists for people; JSON has all."""
-
 OUTCOMES = {"retry": "RetryOutcome", "repair": "RepairOutcome"}
 PLANS = {"retry": "RetryPlan", "repair": "RepairPlan"}
 
@@ -251,14 +248,7 @@ def plan_for_people(out: Printer, plan: RecoveryPlan) -> None:
         ("reuse", "reused:"),
         ("removed", "not in the file any more:"),
     ):
-        found = [item for item in plan.verdicts if item.disposition == word]
-        if not found:
-            continue
-        out.line(title)
-        for item in found[:SHOWN_TASKS]:
-            out.line(f"  {clean(item.task_id)}: {clean(item.reason)}")
-        if len(found) > SHOWN_TASKS:
-            out.line(f"  and {len(found) - SHOWN_TASKS} more; --output json has all")
+        show_list(out, title, [f"{item.task_id}: {item.reason}" for item in plan.verdicts if item.disposition == word])
     if plan.approvals:
         out.line(f"approvals that will be asked for: {', '.join(clean(item) for item in plan.approvals[:10])}")
         if len(plan.approvals) > 10:
@@ -274,14 +264,14 @@ def _blocks_for_people(out: Printer, plan: RecoveryPlan) -> None:
 
     out.line("why it is blocked:")
     said: set[str] = set()
-    for block in plan.blocks[:SHOWN_TASKS]:
+    for block in plan.blocks[:SHOWN_ENTRIES]:
         out.line(f"  {clean(block.task_id)}: {block.rule}: {clean(block.message)}")
         hint = advice(block, plan)
         if hint is not None and hint not in said:
             said.add(hint)
             out.line(f"    {clean(hint)}")
-    if len(plan.blocks) > SHOWN_TASKS:
-        out.line(f"  and {len(plan.blocks) - SHOWN_TASKS} more; --output json has all")
+    if len(plan.blocks) > SHOWN_ENTRIES:
+        out.line(f"  and {len(plan.blocks) - SHOWN_ENTRIES} more; --output json has all")
     roots = plan.suggested_roots()
     if roots and roots != plan.roots and not any(block.full_fork for block in plan.blocks):
         done = any(name in plan.source.tasks and plan.source.tasks[name].state == "succeeded" for name in roots)

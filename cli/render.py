@@ -219,6 +219,22 @@ def _pad(cells: Sequence[str], widths: Sequence[int], *, ready: int | None = Non
     return "  ".join(parts).rstrip()
 
 
+SHOWN_ENTRIES = 60
+"""How many entries of each list of a plan people see; JSON has all."""
+
+
+def show_list(out: Printer, title: str, entries: Sequence[str]) -> None:
+    """A list for people under its title, if it has a title; nothing when it is empty."""
+    if not entries:
+        return
+    if title:
+        out.line(title)
+    for entry in entries[:SHOWN_ENTRIES]:
+        out.line(f"  {clean(entry)}")
+    if len(entries) > SHOWN_ENTRIES:
+        out.line(f"  and {len(entries) - SHOWN_ENTRIES} more; --output json has all")
+
+
 def why_uncertain(effect: Mapping[str, Any]) -> str | None:
     """Why nobody knows what became of an effect, as its record tells it, in one line; None if it does not."""
     error = effect.get("error")

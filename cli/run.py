@@ -513,10 +513,10 @@ def _compensate_failed(settings: Settings, store: Store, run_id: str, workers: i
 
     The command tells of the failed run; a compensation that cannot be started is still due, and said to be.
     """
-    from agentctl.store.compensations import Compensations
-
     if store.get_run(run_id).state != "failed":
         return
+    from agentctl.store.compensations import Compensations
+
     compensations = Compensations(store.database, store.clock)
     if compensations.is_due(run_id):
         from agentctl.coordinator.compensation import start_what_is_due

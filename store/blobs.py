@@ -481,6 +481,9 @@ def write_atomically(target: Path, fill: Callable[[int], None], *, overwrite: bo
     folder = os.open(target.parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         temporary = f".{target.name}.agentctl-{os.getpid()}.tmp"
+        # Whoever left one under our number is dead; in a container every process may have the same one.
+        with suppress(FileNotFoundError):
+            os.unlink(temporary, dir_fd=folder)
         try:
             descriptor, named = os.open(target.parent, os.O_TMPFILE | os.O_WRONLY | os.O_CLOEXEC, 0o666), False
         except OSError as error:

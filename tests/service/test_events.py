@@ -31,6 +31,10 @@ def told(found: list[dict[str, Any]]) -> list[tuple[str, int]]:
     return [(e["data"]["runId"], e["data"]["sequence"]) for e in found if e["kind"] == "Event"]
 
 
+def cursors(found: list[dict[str, Any]]) -> list[str]:
+    return [line["data"]["cursor"] for line in found if line["kind"] == "EventCursor"]
+
+
 def recorded(field: Field) -> list[tuple[str, int]]:
     return field.rows("SELECT run_id, sequence FROM audit_events ORDER BY 1, 2")
 
@@ -102,6 +106,19 @@ def test_what_cannot_be_followed_is_refused_before_anything_is_said(field: Field
     assert "that file" in refused.error["remedy"]
 
 
+def test_a_cursor_is_kept_behind_a_link(field: Field) -> None:
+    """A file that is named through a link is the file that is written, and the link stays."""
+    field("init", "hello.yaml")
+    assert field("run", "hello.yaml").code == 0
+    real, link = field.folder / "state" / "cursor", field.folder / "cursor"
+    real.parent.mkdir()
+    link.symlink_to(real)
+    found = field.json("events", "--cursor-file", link)
+    assert found.code == 0
+    assert link.is_symlink()
+    assert real.read_text() == found.data["cursor"] + "\n"
+
+
 def test_all_runs_are_followed_through_kills_and_restarts(field: Field) -> None:
     """The reader is killed again and again, the pool as well, old runs are removed: nothing is left out."""
     place = field.root / "cursor"
@@ -142,6 +159,11 @@ def test_all_runs_are_followed_through_kills_and_restarts(field: Field) -> None:
     assert field.json("wait", later).code == 0
     wait_until(
         lambda: set(told(lines(followers[-1]))) >= set(recorded(field)), "it goes on after the removal", seconds=20
+    )
+    wait_until(
+        lambda: place.read_text().strip() == cursors(lines(followers[-1]))[-1],
+        "what was handed over is covered by the cursor that is kept",
+        seconds=20,
     )
     followers[-1].signal(signal.SIGKILL)
     followers[-1].wait()

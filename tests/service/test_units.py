@@ -317,6 +317,25 @@ def test_a_failing_systemctl_has_a_remedy(field: Field, systemd: Path, step: str
     assert words in result.error["remedy"]
 
 
+def test_a_unit_that_only_quotes_ours_is_left_alone(field: Field, systemd: Path) -> None:
+    systemd.mkdir(parents=True)
+    foreign = f"# not: {MARK}\n[Service]\nExecStart=/bin/true\n"
+    (systemd / POOL).write_text(foreign)
+    assert field.json("workers", "install", "--user").error["code"] == "conflict"
+    assert (systemd / POOL).read_text() == foreign
+
+
+def test_whoever_lingers_is_the_user_that_we_are(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(install, "LINGER", tmp_path)
+    monkeypatch.delenv("USER", raising=False)
+    assert not install._lingers()
+    (tmp_path / "somebody").touch()
+    monkeypatch.setenv("USER", "somebody")
+    assert not install._lingers()
+    (tmp_path / pwd.getpwuid(os.getuid()).pw_name).touch()
+    assert install._lingers()
+
+
 def root_site(**facts: object) -> Site:
     return Site(**{"program": "/usr/bin/agentctl", "user": "root", **facts})  # type: ignore[arg-type]
 

@@ -594,6 +594,14 @@ def test_a_failed_fill_leaves_nothing(tmp_path: Path, unnamed: bool) -> None:
     assert names_in(tmp_path) == []
 
 
+def test_what_a_dead_process_of_our_number_has_left_stops_nobody(tmp_path: Path, unnamed: bool) -> None:
+    (tmp_path / "file").write_bytes(b"old")
+    (tmp_path / f".file.agentctl-{os.getpid()}.tmp").write_bytes(b"half")
+    write_atomically(tmp_path / "file", lambda descriptor: os.truncate(descriptor, 3), overwrite=True)
+    assert (tmp_path / "file").read_bytes() == bytes(3)
+    assert names_in(tmp_path) == ["file"]
+
+
 def test_a_store_that_cannot_be_written_is_named(store: Store, tmp_path: Path) -> None:
     store.artifacts.blobs.require_writable()
     root = tmp_path / "state" / "artifacts"
