@@ -5,19 +5,12 @@ from __future__ import annotations
 
 import json
 import threading
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
 from support.children import wait_until
 from support.field import Field
 from support.model_server import ModelServer, Play, closed_port, model_server
-
-
-@pytest.fixture
-def server() -> Iterator[ModelServer]:
-    with model_server() as running:
-        yield running
 
 
 def document(url: str, **task: Any) -> dict[str, Any]:

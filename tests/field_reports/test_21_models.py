@@ -7,7 +7,6 @@ lives, and the next task runs.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,14 +14,8 @@ import pytest
 from support.agents import ECHO
 from support.field import Field
 from support.field_models import NETWORK
-from support.model_server import ModelServer, Play, model_server
+from support.model_server import ModelServer, Play
 from support.peers import PeerServer
-
-
-@pytest.fixture
-def server() -> Iterator[ModelServer]:
-    with model_server() as running:
-        yield running
 
 
 def document(url: str) -> dict[str, Any]:

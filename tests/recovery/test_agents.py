@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import json
 import sqlite3
-from collections.abc import Iterator
 from contextlib import closing
 from typing import Any
 
-import pytest
 from support.agents import ECHO, READ, WRITE, asked, document, shell_tool, write_script
-from support.model_server import ModelServer, Play, model_server
+from support.model_server import ModelServer, Play
 from support.recovery import Place
 
 ANSWER: dict[str, Any] = {"type": "object", "required": ["n"], "properties": {"n": {"type": "integer"}}}
@@ -117,12 +115,6 @@ def test_a_retry_asks_the_failed_agent_only_and_afresh(place: Place) -> None:
     assert (kept["disposition"], kept["attempt"], kept["output"]) == ("reused", 0, {"n": 3})
     [effect] = kept["reuseDecision"]["sourceEffects"]
     assert effect["effectClass"] == "model"
-
-
-@pytest.fixture
-def server() -> Iterator[ModelServer]:
-    with model_server() as running:
-        yield running
 
 
 def test_a_repaired_agent_continues_no_session_of_its_service(place: Place, server: ModelServer) -> None:

@@ -12,7 +12,7 @@ from urllib.parse import quote
 
 import pytest
 from support.field import Field
-from support.model_server import ModelServer, Play, model_server
+from support.model_server import ModelServer, Play
 
 SECRET = 'k3y/with "quotes" & more+'
 KEY = "sk-live-0123456789abcdef"
@@ -26,12 +26,6 @@ def field(tmp_path: Any) -> Iterator[Field]:
     finally:
         place.close()
         assert place.processes() == []
-
-
-@pytest.fixture
-def server() -> Iterator[ModelServer]:
-    with model_server() as running:
-        yield running
 
 
 def forms(value: str) -> set[bytes]:
