@@ -262,7 +262,7 @@ def _write(folder: Path, wanted: dict[str, str]) -> set[str]:
             if not path.exists():
                 continue
             before = path.read_text(encoding="utf-8", errors="replace")
-            if MARK not in before:
+            if not before.startswith(MARK):
                 raise ConflictError(
                     f"{path} was not made by agentctl; it is left alone", remedy="move it away, or use --print"
                 )
