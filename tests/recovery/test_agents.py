@@ -9,7 +9,7 @@ from typing import Any
 
 from support.agents import ECHO, READ, WRITE, asked, document, shell_tool, write_script
 from support.model_server import ModelServer, Play
-from support.recovery import Place
+from support.recovery import Place, rules
 
 ANSWER: dict[str, Any] = {"type": "object", "required": ["n"], "properties": {"n": {"type": "integer"}}}
 FIRST: dict[str, Any] = {"id": "first", "uses": "agent:counter", "with": {"prompt": "count the first"}}
@@ -58,10 +58,6 @@ def failed(place: Place) -> tuple[str, str]:
 def requests(place: Place) -> int:
     """How many requests have arrived at the model in all."""
     return sum(asked(place.folder).values())
-
-
-def rules(plan: dict[str, Any]) -> dict[str, str]:
-    return {block["taskId"]: block["rule"] for block in plan["blockedReuse"]}
 
 
 def everything_of(place: Place, run_id: str) -> dict[str, str]:
