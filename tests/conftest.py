@@ -15,6 +15,7 @@ if HERE not in sys.path:
 
 from support.children import Children  # noqa: E402
 from support.clock import FixedIds, ManualClock  # noqa: E402
+from support.model_server import ModelServer, model_server  # noqa: E402
 from support.scale import share  # noqa: E402
 
 SAMPLED = (
@@ -59,3 +60,10 @@ def children() -> Iterator[Children]:
     """Starts real processes, and ends every one of them when the test is over."""
     with Children() as started:
         yield started
+
+
+@pytest.fixture
+def server() -> Iterator[ModelServer]:
+    """A model service on the loopback interface."""
+    with model_server() as running:
+        yield running

@@ -3,21 +3,14 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
 from agentctl.cli.preflight import peers_of, services_of
 from agentctl.coordinator.plan import CompiledTask
-from support.model_server import ModelServer, model_server
+from support.model_server import ModelServer
 
 from .conftest import Cli
-
-
-@pytest.fixture
-def server() -> Iterator[ModelServer]:
-    with model_server() as running:
-        yield running
 
 
 def document(provider: dict[str, Any], policy: dict[str, Any] | None = None, **more: Any) -> str:

@@ -49,21 +49,12 @@ def everything(undo: Undo, *, holds: bool = True) -> str:
         {"id": "learn", "uses": "action:learn", "needs": ["keep"], "with": {"key": "fact", "value": "v1"}},
         undo.end("file", "learn", holds=holds),
     ]  # fmt: skip
-    shell = {"kind": "builtin.shell.exec", "command": "sh"}
     return undo.write(
         tasks,
         inputs={"stage": "y"},
         memory={"working": {"k": None, "j": 1}},
         runtime={"maxConcurrency": 4, "budgets": {"maxProcessOutputBytes": 100_000_000, "maxArtifactBytes": 1000}},
-        actions={
-            "do": shell,
-            "undo": shell,
-            "write": {"kind": "builtin.write"},
-            "check": {"kind": "builtin.assert"},
-            "note": {"kind": "builtin.assign"},
-            "remember": {"kind": "builtin.memory.write"},
-            "learn": {"kind": "builtin.long_term_memory.write"},
-        },
+        actions={"learn": {"kind": "builtin.long_term_memory.write"}},
         outputs={"kept": "${{ memory.k }}", "left": "${{ tasks.left.output.output }}"},
     )
 

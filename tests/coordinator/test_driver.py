@@ -18,6 +18,7 @@ from agentctl.store.faults import Faults
 from agentctl.store.timing import Timing
 from support.builders import open_store
 from support.clock import FixedIds, ManualClock
+from support.rows import scalar
 
 DOCUMENT = """
 apiVersion: agentctl.dev/v1
@@ -77,16 +78,14 @@ def test_one_compensation_is_planned_in_a_round(
         submit(store, document, plan, inputs, ids=ids, base_path=tmp_path, actor="tester")
     coordinator = coordinator_of(store, clock, ids, adopts=True)
 
-    def started() -> int:
-        with store.database.read() as tx:
-            row = tx.execute("SELECT COUNT(*) FROM audit_events WHERE event_type = 'compensation.skipped'").fetchone()
-        return int(row[0]) if row else 0
+    def planned() -> int:
+        return int(scalar(store, "SELECT COUNT(*) FROM audit_events WHERE event_type = 'compensation.skipped'"))
 
     counts = [0]
     while counts[-1] < 3:
         assert len(counts) < 50
         coordinator.tick()
-        counts.append(started())
+        counts.append(planned())
         if counts[-1] in (1, 2):
             assert coordinator.sleep_seconds() == 0.0, "the next one is due at once"
     assert max(after - before for before, after in itertools.pairwise(counts)) == 1

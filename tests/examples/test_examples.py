@@ -19,6 +19,7 @@ from typing import Any
 import pytest
 from support.children import wait_until
 from support.field import Field
+from support.model_server import closed_port
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "ops" / "examples"
 FILES = ["hello", "dataflow", "condition", "fan-out", "matrix", "memory", "retry"]
@@ -409,8 +410,7 @@ def _triage(field: Field, run: Callable[..., Any]) -> None:
 @contextmanager
 def _peer(field: Field, script: str, file: str, port: int) -> Iterator[None]:
     """A peer of the examples on a free port, which takes the place of `port` in the copied file."""
-    with socket.create_server(("127.0.0.1", 0)) as probe:
-        free = probe.getsockname()[1]
+    free = closed_port()
     path = field.folder / file
     path.write_text(path.read_text().replace(f":{port}/", f":{free}/"))
     process = subprocess.Popen([sys.executable, str(field.folder / "peers" / script), str(free)])

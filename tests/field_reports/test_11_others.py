@@ -70,6 +70,7 @@ def test_what_is_started_beside_commands_has_no_descriptor_of_its_worker(field: 
     assert set(found) == set(wanted), json.dumps(found)
     for name, lines in found.items():
         targets = dict(line.split(" ", 1) for line in lines)
+        assert {"0", "1", "2"} <= targets.keys(), (name, lines)
         # What the looking itself has open: the file that it writes, and a pipe to the program that reads links.
         rest = {fd: target for fd, target in targets.items() if int(fd) > 2 and "seen" not in target}
         rest = {fd: target for fd, target in rest.items() if "/tools/" not in target}  # a shell and its own script

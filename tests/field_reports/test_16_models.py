@@ -6,21 +6,14 @@ https://github.com/garrytan/gbrain/issues/4365 · https://github.com/BerriAI/lit
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
 
 import pytest
 from support.field import Field, seconds
 from support.field_models import ask_fan, models
-from support.model_server import ModelServer, Play, model_server
+from support.model_server import ModelServer, Play
 from support.scale import scale
 
 LIMIT, WORKERS = 10, 8
-
-
-@pytest.fixture
-def server() -> Iterator[ModelServer]:
-    with model_server() as running:
-        yield running
 
 
 def play(field: Field, server: ModelServer, file: str, dimension: str) -> tuple[str, list[tuple[int, int]]]:

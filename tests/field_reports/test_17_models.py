@@ -5,42 +5,18 @@ from __future__ import annotations
 
 import json
 import threading
-from collections.abc import Iterator
-from typing import Any
 
 import pytest
 from support.children import wait_until
 from support.field import Field
+from support.field_models import ask, models
 from support.model_server import ModelServer, Play, closed_port, model_server
 
 
-@pytest.fixture
-def server() -> Iterator[ModelServer]:
-    with model_server() as running:
-        yield running
-
-
-def document(url: str, **task: Any) -> dict[str, Any]:
-    return {
-        "apiVersion": "agentctl.dev/v1",
-        "kind": "Workflow",
-        "metadata": {"name": "report-17"},
-        "spec": {
-            "policy": {"approval": "never", "networkAllowlist": ["127.0.0.1"], "network": {"allowPrivate": True}},
-            "runtime": {"budgets": {"maxProviderRequests": 10}},
-            "providers": {"p": {"kind": "openai_compatible", "endpoint": url}},
-            "agents": {"a": {"provider": "p", "model": "m", "instructions": "Be brief.", "timeoutSeconds": 1}},
-            "tasks": [
-                {
-                    "id": "ask",
-                    "uses": "agent:a",
-                    "with": {"prompt": "hello"},
-                    "retry": {"maxAttempts": 3, "backoffMs": 0},
-                    **task,
-                }
-            ],
-        },
-    }
+def document(field: Field, url: str, backoff_ms: int = 0) -> str:
+    task = ask("ask", retry={"maxAttempts": 3, "backoffMs": backoff_ms})
+    runtime = {"budgets": {"maxProviderRequests": 10}}
+    return field.workflow("report-17", [task], runtime=runtime, **models(url, agent={"timeoutSeconds": 1}))
 
 
 ANSWER = {
@@ -63,7 +39,7 @@ def requests_charged(field: Field) -> tuple[int, int]:
 @pytest.mark.parametrize("status", ["applied", "not-applied"])
 def test_a_timeout_of_a_client_is_no_refusal(field: Field, server: ModelServer, status: str) -> None:
     server.plays(Play(gate=threading.Event()), Play(text="second"))
-    result = field.json("run", field.text("w.json", json.dumps(document(server.url))))
+    result = field.json("run", document(field, server.url))
     assert (result.code, result.data["reason"]) == (3, "uncertain_effect"), result.err
     assert server.count == 1
     (effect,) = field.rows("SELECT effect_id FROM effects WHERE status = 'uncertain'")
@@ -81,7 +57,7 @@ def test_a_timeout_of_a_client_is_no_refusal(field: Field, server: ModelServer, 
 @pytest.mark.parametrize("status", [400, 401, 404])
 def test_a_refusal_that_stays_one_is_not_repeated(field: Field, server: ModelServer, status: int) -> None:
     server.plays(Play(status=status))
-    result = field.json("run", field.text("w.json", json.dumps(document(server.url))))
+    result = field.json("run", document(field, server.url))
     assert (result.code, result.data["error"]["code"]) == (4, "provider_http_error")
     assert server.count == 1
     assert field.rows("SELECT status FROM effects") == [("failed",)]
@@ -93,7 +69,7 @@ def test_a_refusal_that_stays_one_is_not_repeated(field: Field, server: ModelSer
 def test_a_server_that_is_busy_is_asked_again_when_it_says(field: Field, server: ModelServer, status: int) -> None:
     busy = Play(status=status, headers={"Retry-After": "1"})
     server.plays(busy, busy, Play())
-    result = field.json("run", field.text("w.json", json.dumps(document(server.url))))
+    result = field.json("run", document(field, server.url))
     assert result.code == 0, result.err
     assert server.count == 3
     times = [seen.at for seen in server.seen]
@@ -105,8 +81,7 @@ def test_a_server_that_is_busy_is_asked_again_when_it_says(field: Field, server:
 
 def test_what_never_reached_a_server_is_tried_again(field: Field) -> None:
     port = closed_port()
-    retry = {"maxAttempts": 3, "backoffMs": 1500}
-    file = field.text("w.json", json.dumps(document(f"http://127.0.0.1:{port}", retry=retry)))
+    file = document(field, f"http://127.0.0.1:{port}", backoff_ms=1500)
     started = field.start("run", file, "--output", "json")
     wait_until(lambda: len(field.rows("SELECT 1 FROM effects WHERE status = 'failed'")) == 2, "refused twice")
     with model_server(port=port) as server:

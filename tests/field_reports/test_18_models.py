@@ -5,22 +5,19 @@ https://github.com/andrewyng/openworker/issues/443 · https://github.com/GEMISIS
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import pytest
 from support.children import wait_until
 from support.field import Field, kill
 from support.field_models import action_tool, ask, models
-from support.model_server import ModelServer, Play, model_server
+from support.model_server import ModelServer, Play
 
 DEADLY = '#!/bin/sh\necho "$AGENTCTL_EFFECT_ID $2 0" >> "$1"\nkill -9 $PPID\nsleep 1\n'
 
 
 @pytest.fixture
-def server() -> Iterator[ModelServer]:
-    with model_server() as running:
-        running.plays(Play(text="", calls=[("c1", "refund", "{}")]), Play(text="done"))
-        yield running
+def server(server: ModelServer) -> ModelServer:
+    server.plays(Play(text="", calls=[("c1", "refund", "{}")]), Play(text="done"))
+    return server
 
 
 def document(field: Field, url: str) -> str:

@@ -7,38 +7,23 @@ lives, and the next task runs.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 from support.agents import ECHO
 from support.field import Field
-from support.field_models import NETWORK
-from support.model_server import ModelServer, Play, model_server
+from support.field_models import NETWORK, ask, models
+from support.model_server import ModelServer, Play
 from support.peers import PeerServer
 
-
-@pytest.fixture
-def server() -> Iterator[ModelServer]:
-    with model_server() as running:
-        yield running
+TWO = [ask("first", failure="continue"), ask("second", failure="continue")]
+STRUCTURED = {"structuredOutput": {"type": "object"}}
 
 
-def document(url: str) -> dict[str, Any]:
-    schema = {"type": "object"}
-    task = {"uses": "agent:a", "with": {"prompt": "hello"}, "failure": "continue"}
-    return {
-        "apiVersion": "agentctl.dev/v1",
-        "kind": "Workflow",
-        "metadata": {"name": "report-21"},
-        "spec": {
-            "policy": {"approval": "never", "networkAllowlist": ["127.0.0.1"], "network": {"allowPrivate": True}},
-            "providers": {"p": {"kind": "openai_compatible", "endpoint": url}},
-            "agents": {"a": {"provider": "p", "model": "m", "instructions": "x", "structuredOutput": schema}},
-            "tasks": [{"id": "first", **task}, {"id": "second", "needs": [], **task}],
-        },
-    }
+def document(field: Field, url: str, tasks: Sequence[Mapping[str, Any]] = TWO) -> str:
+    return field.workflow("report-21", tasks, concurrency=1, **models(url, agent=STRUCTURED))
 
 
 BAD = {
@@ -55,7 +40,7 @@ BAD = {
 def test_an_answer_inside_of_the_answer(field: Field, server: ModelServer, case: str) -> None:
     """The service's own JSON is whole; the JSON that the model wrote into it is not."""
     server.plays(Play(text=BAD[case]), Play(text='{"v": 1180591620717411303424, "é": "e\u0301"}'))
-    result = field.json("run", field.text("w.json", json.dumps(document(server.url))))
+    result = field.json("run", document(field, server.url))
     assert result.code == 4, result.err
     tasks = dict(field.rows("SELECT task_id, state FROM tasks"))
     assert tasks == {"first": "failed", "second": "succeeded"}
@@ -70,7 +55,7 @@ def test_an_answer_inside_of_the_answer(field: Field, server: ModelServer, case:
 @pytest.mark.parametrize("case", BAD)
 def test_the_answer_of_the_service_itself(field: Field, server: ModelServer, case: str) -> None:
     server.plays(Play(body=b'{"id":"x","choices":' + BAD[case].encode() + b"}"), Play(text='{"v": 1}'))
-    result = field.json("run", field.text("w.json", json.dumps(document(server.url))))
+    result = field.json("run", document(field, server.url))
     assert (result.code, result.data["reason"]) == (3, "uncertain_effect"), result.err
     tasks = dict(field.rows("SELECT task_id, state FROM tasks"))
     assert tasks == {"first": "waiting_for_effect", "second": "succeeded"}
@@ -96,12 +81,8 @@ GOOD = {
 
 def test_values_of_models_come_back_exactly_and_digests_follow_the_rule(field: Field, server: ModelServer) -> None:
     """As for commands: order of keys gives one digest, composed and decomposed give two, 1, 1.0 and -0.0 are three."""
-    spec = document(server.url)
-    spec["spec"]["tasks"] = [
-        {"id": f"t{number}", "uses": "agent:a", "with": {"prompt": "x"}, "needs": [f"t{number - 1}"] if number else []}
-        for number in range(len(GOOD))
-    ]
-    file = field.text("w.json", json.dumps(spec))
+    tasks = [ask(f"t{number}", needs=[f"t{number - 1}"] if number else []) for number in range(len(GOOD))]
+    file = document(field, server.url, tasks)
     digests: list[dict[str, str]] = []
     for _ in range(2):
         server.plays(*(Play(text=text) for text in GOOD.values()))
@@ -123,14 +104,11 @@ def test_values_of_models_come_back_exactly_and_digests_follow_the_rule(field: F
 @pytest.mark.parametrize("case", BAD)
 def test_arguments_of_a_tool_that_break_json(field: Field, server: ModelServer, case: str) -> None:
     """What cannot be read is no call: the tool is not carried out, the worker lives, and the next task runs."""
-    spec = document(server.url)
-    del spec["spec"]["agents"]["a"]["structuredOutput"]
     fields = {"type": "object", "additionalProperties": False, "required": ["v"], "properties": {"v": True}}
-    loose = {**ECHO, "inputSchema": fields}
-    spec["spec"]["tools"] = {"echo": loose}
-    spec["spec"]["agents"]["a"]["tools"] = ["echo"]
+    tools = {"echo": {**ECHO, "inputSchema": fields}}
+    file = field.workflow("tools", TWO, concurrency=1, **models(server.url, tools=tools))
     server.plays(Play(text="", calls=[("c", "echo", BAD[case])]), Play(text="well"))
-    result = field.json("run", field.text("w.json", json.dumps(spec)), "--workers", "1")
+    result = field.json("run", file, "--workers", "1")
     assert result.out, result.err
     tasks = dict(field.rows("SELECT task_id, state FROM tasks"))
     assert tasks["second"] == "succeeded"

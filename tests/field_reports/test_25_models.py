@@ -5,21 +5,14 @@ https://github.com/agno-agi/agno/issues/8304 · https://github.com/anthropics/cl
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
 from support.field import Field
 from support.field_models import action_tool, ask, models
-from support.model_server import ModelServer, Play, model_server
+from support.model_server import ModelServer, Play
 
 ENDLESS = {"maxTurns": 64, "maxToolCalls": 10}
-
-
-@pytest.fixture
-def server() -> Iterator[ModelServer]:
-    with model_server() as running:
-        yield running
 
 
 def document(field: Field, url: str, task: dict[str, Any], agent: dict[str, Any], **spec: Any) -> str:

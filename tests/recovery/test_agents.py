@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import json
 import sqlite3
-from collections.abc import Iterator
 from contextlib import closing
 from typing import Any
 
-import pytest
 from support.agents import ECHO, READ, WRITE, asked, document, shell_tool, write_script
-from support.model_server import ModelServer, Play, model_server
-from support.recovery import Place
+from support.model_server import ModelServer, Play
+from support.recovery import Place, rules
 
 ANSWER: dict[str, Any] = {"type": "object", "required": ["n"], "properties": {"n": {"type": "integer"}}}
 FIRST: dict[str, Any] = {"id": "first", "uses": "agent:counter", "with": {"prompt": "count the first"}}
@@ -60,10 +58,6 @@ def failed(place: Place) -> tuple[str, str]:
 def requests(place: Place) -> int:
     """How many requests have arrived at the model in all."""
     return sum(asked(place.folder).values())
-
-
-def rules(plan: dict[str, Any]) -> dict[str, str]:
-    return {block["taskId"]: block["rule"] for block in plan["blockedReuse"]}
 
 
 def everything_of(place: Place, run_id: str) -> dict[str, str]:
@@ -117,12 +111,6 @@ def test_a_retry_asks_the_failed_agent_only_and_afresh(place: Place) -> None:
     assert (kept["disposition"], kept["attempt"], kept["output"]) == ("reused", 0, {"n": 3})
     [effect] = kept["reuseDecision"]["sourceEffects"]
     assert effect["effectClass"] == "model"
-
-
-@pytest.fixture
-def server() -> Iterator[ModelServer]:
-    with model_server() as running:
-        yield running
 
 
 def test_a_repaired_agent_continues_no_session_of_its_service(place: Place, server: ModelServer) -> None:

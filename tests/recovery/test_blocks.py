@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 from agentctl.store.canonical import text_digest
-from support.recovery import Place
+from support.recovery import Place, rules
 
 TASKS = ["once", "twice", "remember", "put", "shape", "reads", "maybe", "later", "bad", "below"]
 
@@ -20,7 +20,7 @@ def at(name: str, *path: str) -> tuple[str | int, ...]:
 
 def blocks(plan: dict[str, Any]) -> dict[str, str]:
     """Task -> rule. What is blocked is not reused, and says so among the tasks."""
-    found = {block["taskId"]: block["rule"] for block in plan["blockedReuse"]}
+    found = rules(plan)
     assert not set(found) & set(plan["reusedTasks"])
     verdicts = {task["taskId"]: task for task in plan["tasks"]}
     for block in plan["blockedReuse"]:

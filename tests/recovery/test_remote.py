@@ -5,17 +5,16 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Iterator, Mapping
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import pytest
-from support.agents import asked, document, write_script
+from support.agents import asked, document, shell_tool, write_script
 from support.children import wait_until
+from support.field_models import NETWORK
 from support.peers import PeerServer
-from support.recovery import Place
+from support.recovery import Place, rules
 
-NETWORK = {"networkAllowlist": ["127.0.0.1"], "network": {"allowPrivate": True}}
 SH = {"kind": "builtin.shell.exec", "command": "sh"}
 SAY = {"note": {"kind": "builtin.assign"}, "check": {"kind": "builtin.assert"}}
 
@@ -113,10 +112,6 @@ def peers(place: Place, tmp_path: Path) -> Iterator[Peers]:
         made.stop()
 
 
-def rules(plan: dict[str, Any]) -> dict[str, str]:
-    return {block["taskId"]: block["rule"] for block in plan["blockedReuse"]}
-
-
 def message(text: str, number: int = 1) -> dict[str, Any]:
     return {"messageId": f"m-{number}", "message": text}
 
@@ -143,13 +138,8 @@ def unfinished(peers: Peers, how: str) -> tuple[str, str, str]:
     (peers.a2a.folder / "hold").touch()
     started = place.start("run", file, "--output", "json")
     state = "SELECT state FROM tasks WHERE task_id = 'ask'"
-
-    def parked() -> bool:
-        with suppress(Exception):  # there is no database yet
-            return bool(place.scalar(state) == "waiting_for_effect")
-        return False
-
-    wait_until(parked, "the remote task outlives the patience of the run")
+    parked = [("waiting_for_effect",)]
+    wait_until(lambda: place.rows(state) == parked, "the remote task outlives the patience of the run")
     source = str(place.scalar("SELECT run_id FROM runs"))
     if how == "failed":
         place.text("go", "")
@@ -372,15 +362,6 @@ def test_an_uncertain_remote_inverse_is_continued_and_counts(peers: Peers) -> No
 def test_an_agent_is_undone_by_what_its_task_declares(peers: Peers) -> None:
     """What its tools have changed is what is undone; what the model was asked is not an effect to undo."""
     place = peers.place
-    tool = {
-        "kind": "action", "action": "append", "description": "Append a line.",
-        "inputSchema": {
-            "type": "object", "additionalProperties": False, "required": ["args"],
-            "properties": {"args": {"type": "array", "items": {"type": "string"}}},
-        },
-        "outputSchema": {"type": "object"}, "capability": "process.exec", "risk": "high",
-        "effectClass": "process_execution", "idempotency": "at_most_once", "retrySafe": False, "timeoutSeconds": 20,
-    }  # fmt: skip
     calls = [{"name": "append", "input": {"args": ["-c", f"echo {n} >> ../did"]}} for n in (1, 2)]
     write_script(place.folder, [{"toolCalls": calls}, {"json": {"undo": 5}}])
     answer = {"type": "object", "required": ["undo"], "properties": {"undo": {"type": "integer"}}}
@@ -394,11 +375,9 @@ def test_an_agent_is_undone_by_what_its_task_declares(peers: Peers) -> None:
         {"id": "end", "uses": "action:check", "needs": ["change"], "with": {"that": False}},
     ]
     spec = peers.spec()
-    actions = {**spec["actions"], "append": {**SH, "idempotency": "at_most_once"}}
-    value = document(
-        tasks, tools={"append": tool}, agent={"structuredOutput": answer}, actions=actions, policy=spec["policy"]
-    )
-    value["spec"]["mcpServers"], value["spec"]["a2aPeers"] = spec["mcpServers"], spec["a2aPeers"]
+    spec["actions"]["append"] = {**SH, "idempotency": "at_most_once"}
+    tools = {"append": shell_tool("append", "at_most_once")}
+    value = document(tasks, tools=tools, agent={"structuredOutput": answer}, **spec)
     place.text("flow.json", json.dumps(value))
     source = place.go("flow.json", code=4)
     assert (place.root / "did").read_text() == "1\n2\n"
@@ -495,11 +474,8 @@ def test_a_model_calls_a_server_and_an_extension_with_an_approval_in_between(pee
         {"name": "double", "input": {"n": 21}},
     ]
     write_script(place.folder, [{"toolCalls": calls}, {"text": "42"}])
-    spec = peers.spec()
     task = {"id": "ask", "uses": "agent:helper", "with": {"prompt": "go"}}
-    tools = {name: dict(tool) for name, tool in TOOLS.items()}
-    value = document([task], tools=tools, actions=spec["actions"], policy=spec["policy"])
-    value["spec"]["mcpServers"], value["spec"]["a2aPeers"] = spec["mcpServers"], spec["a2aPeers"]
+    value = document([task], tools=TOOLS, **peers.spec())
     place.text("flow.json", json.dumps(value))
     paused = place.json("run", "flow.json")
     assert (paused.code, paused.data["reason"]) == (3, "approval_required"), paused.out
@@ -548,8 +524,7 @@ def test_a_model_delegates_and_the_answer_comes_late(peers: Peers, ends: bool) -
     spec = peers.spec()
     spec["a2aPeers"]["worker"]["maxPolls"] = 2
     task = {"id": "ask", "uses": "agent:helper", "with": {"prompt": "go"}}
-    value = document([task], tools={"delegate": DELEGATE}, actions=spec["actions"], policy=spec["policy"])
-    value["spec"]["mcpServers"], value["spec"]["a2aPeers"] = spec["mcpServers"], spec["a2aPeers"]
+    value = document([task], tools={"delegate": DELEGATE}, **spec)
     place.text("flow.json", json.dumps(value))
     (peers.a2a.folder / "hold").touch()
     paused = place.json("run", "flow.json")

@@ -6,7 +6,7 @@ import json
 from typing import Any
 
 from support.children import wait_until
-from support.recovery import GATE, Place, gate
+from support.recovery import GATE, Place, gate, rules
 
 
 def chain(place: Place) -> str:
@@ -211,9 +211,7 @@ def test_a_run_that_was_cancelled_inside_of_a_call(place: Place) -> None:
     assert process.wait().code == 130
     place.text("ok", "")
     plan = place.plan("retry", slow, source, "--failed", compatible=False)
-    assert [(item["taskId"], item["rule"]) for item in plan["blockedReuse"]] == [
-        ("out--in--bad", "unreconciled_effect")
-    ]
+    assert rules(plan) == {"out--in--bad": "unreconciled_effect"}
     assert plan["freshEffectSummary"]["uncertainSourceEffects"] == 1
     [effect] = place.rows("SELECT effect_id FROM effects WHERE status = 'uncertain'")
     options = ("--status", "not-applied", "--reason", "it only slept", "--approved")
@@ -228,7 +226,7 @@ def test_a_changed_inner_workflow_is_found_at_its_tasks(place: Place) -> None:
     source = place.go(file, code=4)
     changed = place.edit(file, "changed.yaml", (("spec", "subworkflows", "inner", "inputs"), {"name": "n", "more": 1}))
     plan = place.plan("repair", changed, source, "--from", "out--in--bad", compatible=False)
-    rules = {block["taskId"]: block["rule"] for block in plan["blockedReuse"]}
-    boundary = next(name for name in rules if name.startswith("out--in--inputs-"))
-    assert rules[boundary] == "definition_fingerprint_mismatch"
+    found = rules(plan)
+    boundary = next(name for name in found if name.startswith("out--in--inputs-"))
+    assert found[boundary] == "definition_fingerprint_mismatch"
     assert {block["suggestedRepairRoots"][0] for block in plan["blockedReuse"]} == {boundary}

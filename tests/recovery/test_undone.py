@@ -6,13 +6,8 @@ from typing import Any
 
 import pytest
 from support.children import wait_until
-from support.recovery import Place
+from support.recovery import Place, rules
 from support.undo import AUTOMATIC, Undo
-
-
-def blocks(plan: dict[str, Any]) -> dict[str, str]:
-    """Task -> rule."""
-    return {block["taskId"]: block["rule"] for block in plan["blockedReuse"]}
 
 
 @pytest.fixture
@@ -55,11 +50,11 @@ def test_nothing_is_reused_while_it_is_being_undone(place: Place, undo: Undo) ->
     wait_until(lambda: "undo-a" in undo.notes(), "the inverse of a runs")
     [(made, _)] = undo.derived(source)
     plan = place.plan("retry", "work.yaml", source, "--failed", compatible=False)
-    assert blocks(plan) == {"a": "unresolved_reused_effect", "b": "unresolved_reused_effect"}
+    assert rules(plan) == {"a": "unresolved_reused_effect", "b": "unresolved_reused_effect"}
     assert made in plan["blockedReuse"][0]["message"]
     # What may be repeated is not repeated now: its inverse would undo the new one.
     plan = place.plan("repair", "work.yaml", source, "--from", "a", "--restart-successful", compatible=False)
-    assert blocks(plan)["a"] == "unreconciled_effect"
+    assert rules(plan)["a"] == "unreconciled_effect"
     assert place.json("cancel", made).code == 0
     process.wait()
 
@@ -68,7 +63,7 @@ def test_nothing_is_reused_when_its_inverse_is_uncertain(place: Place, undo: Und
     source = undo.failed(impatient(undo))
     _, inverse = uncertain(undo, source)
     plan = place.plan("retry", "work.yaml", source, "--failed", compatible=False)
-    assert blocks(plan) == {"a": "unresolved_reused_effect"}
+    assert rules(plan) == {"a": "unresolved_reused_effect"}
     assert any(inverse in text for text in hint(place, "retry", source, "--failed"))
     said = place.json("effects", "reconcile", inverse, "--status", "not-applied", "--reason", "seen", "--approved")
     assert said.code == 0, said.err
@@ -84,7 +79,7 @@ def test_what_somebody_found_to_be_undone_is_concluded_at_once(place: Place, und
     said = place.json("effects", "reconcile", inverse, *options)
     assert said.code == 0, said.err
     assert undo.conclusions(source) == [("a", "compensated")]
-    assert blocks(place.plan("retry", "work.yaml", source, "--failed", compatible=False)) == {
+    assert rules(place.plan("retry", "work.yaml", source, "--failed", compatible=False)) == {
         "a": "unresolved_reused_effect"
     }
     # The step that is named is one that helps.
@@ -101,7 +96,7 @@ def test_nothing_is_reused_before_a_due_compensation(place: Place, undo: Undo) -
     assert crashed.code != 0
     assert place.scalar("SELECT COUNT(*) FROM compensations_due") == 1
     plan = place.plan("retry", "work.yaml", source, "--failed", compatible=False)
-    assert blocks(plan) == {"a": "unresolved_reused_effect"}
+    assert rules(plan) == {"a": "unresolved_reused_effect"}
 
 
 # -- results of results, and removed runs ------------------------------------------------------------------------------
@@ -133,7 +128,7 @@ def test_what_is_undone_is_known_as_long_as_somebody_stands_on_it(place: Place, 
     found = place.json("gc", "--older-than-days", "0", "--state", "failed", "--state", "succeeded").data["runs"]
     assert {"runId": source, "why": "compensated_and_reused"} in found["kept"]
     plan = place.plan("retry", "work.yaml", again, "--failed", compatible=False)
-    assert blocks(plan) == {"a": "unresolved_reused_effect"}
+    assert rules(plan) == {"a": "unresolved_reused_effect"}
     assert "fork" in hint(place, "retry", again, "--failed")[0]
 
 
@@ -152,7 +147,7 @@ def test_an_undone_result_of_an_earlier_run_is_not_taken_over_again(place: Place
     wait_until(lambda: "undo-a" in undo.notes(), "the inverse of a runs")
     [(made, _)] = undo.derived(source)
     plan = place.plan("retry", "work.yaml", again, "--failed", compatible=False)
-    assert blocks(plan) == {"a": "unresolved_reused_effect"}
+    assert rules(plan) == {"a": "unresolved_reused_effect"}
     assert place.json("cancel", made).code == 0
     process.wait()
 
@@ -213,7 +208,7 @@ def test_a_blocked_plan_does_not_say_that_effects_are_sent_again(place: Place, u
     source = result.data["runId"]
     assert place.json("cancel", source).code == 0
     plan = place.plan("retry", "work.yaml", source, "--failed", compatible=False)
-    assert blocks(plan) == {"b": "unreconciled_effect"}
+    assert rules(plan) == {"b": "unreconciled_effect"}
     assert plan["freshEffectSummary"]["uncertainSourceEffects"] == 1
     assert plan["warnings"] == []
     [step] = hint(place, "retry", source, "--failed")

@@ -32,7 +32,7 @@ def begun(field: Field, count: int) -> None:
     wait_until(lambda: len(field.lines()) == count, f"{count} commands have begun")
 
 
-def sh(field: Field, script: str, idempotency: str) -> dict[str, object]:
+def sh(idempotency: str) -> dict[str, object]:
     return {"kind": "builtin.shell.exec", "command": "sh", "idempotency": idempotency}
 
 
@@ -45,7 +45,7 @@ def test_one_instant_is_one_stop_and_spends_no_retry(field: Field, order: int) -
         {"id": "deaf", "uses": "action:deaf", "with": {"args": ["-c", DEAF, str(field.ledger)]}},
         {"id": "traps", "uses": "action:traps", "with": {"args": ["-c", TRAPS, str(field.ledger)]}},
     ]
-    actions = {"deaf": sh(field, DEAF, "at_most_once"), "traps": sh(field, TRAPS, "idempotent")}
+    actions = {"deaf": sh("at_most_once"), "traps": sh("idempotent")}
     pool = field.pool(4)
     run_id = field.submit(field.workflow("stopped", tasks, actions=actions))
     begun(field, 4)
@@ -90,7 +90,7 @@ def test_the_second_stop_of_the_group_ends_it_hard(field: Field) -> None:
     pool = field.pool(2)
     script = DEAF.replace("sleep 1", "while :; do sleep 0.1; done")
     tasks = [{"id": "deaf", "uses": "action:deaf", "with": {"args": ["-c", script, str(field.ledger)]}}]
-    run_id = field.submit(field.workflow("hard", tasks, actions={"deaf": sh(field, DEAF, "at_most_once")}))
+    run_id = field.submit(field.workflow("hard", tasks, actions={"deaf": sh("at_most_once")}))
     begun(field, 1)
     stop_all(field, 0)
     wait_until(lambda: len(field.workers()) == 1, "the idle worker has ended")

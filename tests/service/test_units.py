@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import pwd
-import re
 import runpy
 import shlex
 import shutil
@@ -17,6 +16,7 @@ from pathlib import Path
 import pytest
 from agentctl.cli import install
 from agentctl.cli.unit_files import COORDINATOR, MARK, POOL, STOP_SLACK_SECONDS, WORKER, Site, quoted, units
+from support.children import wait_until
 from support.field import Field
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -192,8 +192,6 @@ def test_the_command_of_the_unit_works(field: Field, systemd: Path) -> None:
             return []
         answer = field.json("workers", "list", env={"AGENTCTL_DB": str(database)})
         return [] if answer.code else answer.data["workers"]
-
-    from support.children import wait_until
 
     wait_until(lambda: any(worker["state"] == "idle" for worker in listed()), process.err or "an idle worker")
     assert [worker["unit"] for worker in listed()] == [POOL]
@@ -391,5 +389,12 @@ def test_a_stop_leaves_time_for_what_a_drain_takes() -> None:
     assert STOP_SLACK_SECONDS >= 4 * HARD_END_SECONDS
 
 
-def test_only_a_mark_at_the_head_of_a_unit_counts() -> None:
-    assert re.fullmatch(r"# Made by `agentctl workers install`.*", MARK)
+def test_only_a_mark_at_the_head_of_a_unit_counts(field: Field, systemd: Path) -> None:
+    """Somebody's own unit may quote one of ours."""
+    systemd.mkdir(parents=True)
+    own = f"# It was once:\n{MARK}\n[Service]\nExecStart=/bin/true\n"
+    (systemd / POOL).write_text(own)
+    result = field.json("workers", "install", "--user")
+    assert (result.code, result.error["code"]) == (5, "conflict")
+    assert (systemd / POOL).read_text() == own
+    assert (field.root / "said").read_text() == ""

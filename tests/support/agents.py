@@ -8,6 +8,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from support.field_models import action_tool
+
 STEPS = ("turn 1", "tool.read", "turn 2", "tool.append", "turn 3")
 """The effects of the agent, in the order of their ordinals."""
 
@@ -62,24 +64,14 @@ ECHO: dict[str, Any] = {
 
 def shell_tool(action: str, idempotency: str) -> dict[str, Any]:
     """A tool that stands for a command, whose arguments the model gives."""
-    return {
-        "kind": "action",
-        "action": action,
-        "description": "Append a line.",
-        "inputSchema": {
-            "type": "object",
-            "additionalProperties": False,
-            "required": ["args"],
-            "properties": {"args": {"type": "array", "items": {"type": "string"}}},
-        },
-        "outputSchema": {"type": "object", "required": ["exitCode"]},
-        "capability": "process.exec",
-        "risk": "high",
-        "effectClass": "process_execution",
-        "idempotency": idempotency,
-        "retrySafe": idempotency == "idempotent",
-        "timeoutSeconds": 20,
+    given = {
+        "type": "object",
+        "additionalProperties": False,
+        "required": ["args"],
+        "properties": {"args": {"type": "array", "items": {"type": "string"}}},
     }
+    told = {"type": "object", "required": ["exitCode"]}
+    return action_tool(action, idempotency, inputSchema=given, outputSchema=told, timeoutSeconds=20)
 
 
 def document(

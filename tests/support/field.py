@@ -455,6 +455,11 @@ class Field:
                 found[pid] = match[1].decode()
         return found
 
+    def assert_sound(self) -> None:
+        """`db verify` finds nothing."""
+        result = self.json("db", "verify")
+        assert result.code == 0, result.out
+
     def check_clean_end(self, *, drained: Iterable[Started] = (), uncertain: bool = False) -> None:
         """After every scenario: nothing is left behind, whatever went wrong in it. `drained` pools are ended first."""
         for process in drained:

@@ -19,6 +19,8 @@ from dataclasses import dataclass, field, replace
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
+from support.scale import time_factor
+
 
 @dataclass(frozen=True)
 class Play:
@@ -95,7 +97,7 @@ class ModelServer:
     def wait_for(self, count: int) -> None:
         """Return when that many requests have arrived."""
         with self.arrived:
-            assert self.arrived.wait_for(lambda: self.count >= count, timeout=30)
+            assert self.arrived.wait_for(lambda: self.count >= count, timeout=30 * time_factor())
 
     def take(self, seen: Seen) -> Play:
         """Note a request and give the play for it."""
@@ -174,9 +176,7 @@ def _handler(server: ModelServer) -> type[BaseHTTPRequestHandler]:
             self.send_response(play.status)
             self.send_header("Content-Type", kind)
             self.send_header("Connection", "close")
-            if kind == "text/event-stream" and not play.cut:
-                pass  # the end of the connection is the end of the stream
-            else:
+            if kind != "text/event-stream" or play.cut:  # else the end of the connection is that of the stream
                 self.send_header("Content-Length", str(len(data)))
             for name, value in play.headers.items():
                 self.send_header(name, value)

@@ -83,3 +83,27 @@ class PeerServer:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.stop()
+
+
+class PeerServers:
+    """Servers of one script that live as long as a module of tests: one for each list of arguments."""
+
+    def __init__(self, script: str, folder: Path) -> None:
+        self._script = script
+        self._folder = folder
+        self._known: dict[tuple[str, ...], PeerServer] = {}
+
+    def planned(self, arguments: tuple[str, ...], plan: dict[str, list[str]]) -> PeerServer:
+        """The server of these arguments with this plan; nothing is received yet."""
+        known = self._known.get(arguments)
+        if known is None:
+            folder = self._folder / f"server{len(self._known)}"
+            known = self._known[arguments] = PeerServer(self._script, folder, *arguments, plan=plan)
+        else:
+            known.plan(plan)
+        return known
+
+    def stop(self) -> None:
+        """End all of them."""
+        for server in self._known.values():
+            server.stop()

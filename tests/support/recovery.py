@@ -63,11 +63,6 @@ class Place(Field):
         found: dict[str, Any] = result.data
         return found
 
-    def assert_sound(self) -> None:
-        """`db verify` finds nothing."""
-        result = self.json("db", "verify")
-        assert result.code == 0, result.out
-
     def record(self, run_id: str) -> dict[str, Any]:
         """RunInspection."""
         result = self.json("inspect", run_id)
@@ -91,8 +86,7 @@ class Place(Field):
     def forge_chain(self, run_id: str, old: str, new: str) -> None:
         """Change what the checkpoints of a run tell, with all the links made anew."""
         with contextlib.closing(sqlite3.connect(self.database)) as connection, connection:
-            for name in ("checkpoints_no_update",):
-                connection.execute(f"DROP TRIGGER IF EXISTS {name}")
+            connection.execute("DROP TRIGGER IF EXISTS checkpoints_no_update")
             rows = connection.execute(
                 "SELECT sequence, state_json FROM checkpoints WHERE run_id = ? ORDER BY sequence", (run_id,)
             ).fetchall()
@@ -108,6 +102,11 @@ class Place(Field):
                 )
                 previous = link
             connection.execute("UPDATE runs SET checkpoint_checksum = ? WHERE run_id = ?", (previous, run_id))
+
+
+def rules(plan: Mapping[str, Any]) -> dict[str, str]:
+    """Task -> rule of all that a plan cannot reuse, or execute again."""
+    return {block["taskId"]: block["rule"] for block in plan["blockedReuse"]}
 
 
 def gate(place: Place, id: str, file: str, **fields: Any) -> dict[str, Any]:

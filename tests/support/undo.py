@@ -5,7 +5,6 @@ The notes lie outside of agentctl: one line for each command that was really exe
 
 from __future__ import annotations
 
-import json
 import shutil
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -71,30 +70,21 @@ class Undo:
         def shell(idempotency: str) -> dict[str, Any]:
             return {"kind": "builtin.shell.exec", "command": "sh", "idempotency": idempotency}
 
-        document = {
-            "apiVersion": "agentctl.dev/v1",
-            "kind": "Workflow",
-            "metadata": {"name": name},
-            "spec": {
-                "policy": {"approval": "never", "processAllowlist": ["sh"], "writableRoots": ["out"], **(policy or {})},
-                "runtime": {"maxConcurrency": 4},
-                "compensation": dict(compensation),
-                "actions": {
-                    "do": shell("at_most_once"),
-                    "again": shell("idempotent"),
-                    "undo": shell("at_most_once"),
-                    "undo-again": shell("idempotent"),
-                    "write": {"kind": "builtin.write"},
-                    "check": {"kind": "builtin.assert"},
-                    "note": {"kind": "builtin.assign"},
-                    "remember": {"kind": "builtin.memory.write"},
-                },
-                "tasks": list(tasks),
-                **spec,
-            },
+        actions = {
+            "do": shell("at_most_once"),
+            "again": shell("idempotent"),
+            "undo": shell("at_most_once"),
+            "undo-again": shell("idempotent"),
+            "write": {"kind": "builtin.write"},
+            "check": {"kind": "builtin.assert"},
+            "note": {"kind": "builtin.assign"},
+            "remember": {"kind": "builtin.memory.write"},
+            **spec.pop("actions", {}),
         }
-        self.field.text(f"{name}.yaml", json.dumps(document))
-        return f"{name}.yaml"
+        rules = {"approval": "never", "processAllowlist": ["sh"], "writableRoots": ["out"], **(policy or {})}
+        return self.field.workflow(
+            name, tasks, actions=actions, policy=rules, concurrency=4, compensation=dict(compensation), **spec
+        )
 
     def failed(self, tasks: Sequence[Mapping[str, Any]], **options: Any) -> str:
         """A run of these tasks that has failed; its id."""
@@ -147,8 +137,7 @@ class Undo:
 
     def sound(self) -> None:
         """The database is what it says."""
-        result = self.field.json("db", "verify")
-        assert result.code == 0, result.out
+        self.field.assert_sound()
 
     def forget_workspace(self) -> None:
         """Everything is gone but the database and what lies beside it."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -13,47 +12,27 @@ from typing import Any
 import pytest
 from agentctl.store.canonical import canonical
 from agentctl.store.errors import TaskFault
-from agentctl.store.policy import Policy, policy_name_of
+from agentctl.store.policy import Policy
 from agentctl.store.records import ProtocolNote
-from agentctl.worker.effects import EffectContext, EffectOutcome, EffectPlan, Work, prepare
+from agentctl.worker.effects import EffectContext, EffectOutcome, Work, prepare
 from agentctl.worker.effects.a2a import observe
+from agentctl.worker.watch import Token
 from support.children import wait_until
-from support.peers import PeerServer
+from support.effects import error_of, execute, planned, state_of
+from support.peers import PeerServer, PeerServers
 
 EFFECT = "e" * 64
 CARD = "GET"
 
 
-class Token:
-    def __init__(self) -> None:
-        self._reader, self._writer = os.pipe()
-        self.reason: str | None = None
-
-    def fileno(self) -> int:
-        return self._reader
-
-    @property
-    def cancelled(self) -> bool:
-        return self.reason is not None
-
-    def cancel(self, reason: str) -> None:
-        self.reason = reason
-        os.write(self._writer, b"x")
-
-
 class Site:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        self.servers: dict[tuple[str, ...], PeerServer] = {}
+        self.servers = PeerServers("a2a_server.py", folder)
         self.told: list[ProtocolNote] = []
 
     def server(self, *arguments: str, **plan: list[str]) -> PeerServer:
-        known = self.servers.get(arguments)
-        if known is None:
-            folder = self.folder / f"a2a{len(self.servers)}"
-            known = self.servers[arguments] = PeerServer("a2a_server.py", folder, *arguments, plan=plan)
-        else:
-            known.plan(plan)
+        known = self.servers.planned(arguments, plan)
         self.told.clear()
         for name in ("hold", "card.json"):
             (known.folder / name).unlink(missing_ok=True)
@@ -96,15 +75,10 @@ class Site:
         )
 
     def call(self, work: Work, token: Token | None = None) -> EffectOutcome:
-        plan = prepare(work)
-        assert isinstance(plan, EffectPlan)
-        assert plan.policy_name == policy_name_of(plan.operation)
+        plan = planned(work)
         assert plan.idempotency == "at_most_once"
-        canonical([plan.input, plan.expected_effect])
         self.told.clear()
-        outcome = plan.execute(_Context(EFFECT, token or Token(), time.monotonic, told=self.told))
-        canonical([outcome.result, outcome.error, outcome.notes, outcome.usage])
-        return outcome
+        return execute(plan, _Context(EFFECT, token or Token(), time.monotonic, told=self.told))
 
 
 class _Context(EffectContext):
@@ -122,18 +96,7 @@ class _Context(EffectContext):
 def site(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Site]:
     made = Site(tmp_path_factory.mktemp("a2a"))
     yield made
-    for server in made.servers.values():
-        server.stop()
-
-
-def error_of(outcome: EffectOutcome) -> dict[str, Any]:
-    assert outcome.error is not None
-    return outcome.error
-
-
-def state_of(outcome: EffectOutcome) -> tuple[str, dict[str, Any]]:
-    assert outcome.protocol is not None
-    return outcome.protocol.status, json.loads(outcome.protocol.state_json)
+    made.servers.stop()
 
 
 def sends(server: PeerServer) -> int:
@@ -209,15 +172,12 @@ def test_a_task_that_wants_more_input(site: Site, form: tuple[str, ...]) -> None
     assert state_of(outcome)[1]["remoteTaskId"]
 
 
-def _card(**fields: Any) -> Callable[[PeerServer], None]:
-    return lambda server: (server.folder / "card.json").write_text(json.dumps(fields)) and None
+def _interface(origin: str | None = None, binding: str = "JSONRPC", version: str = "1.0") -> dict[str, Any]:
+    """An interface of a card, at the origin of the card itself unless another one is given."""
+    return {"url": origin, "protocolBinding": binding, "protocolVersion": version}
 
 
-def _interface(url: str, binding: str = "JSONRPC", version: str = "1.0") -> dict[str, Any]:
-    return {"url": url, "protocolBinding": binding, "protocolVersion": version}
-
-
-UNSENT: list[tuple[str, dict[str, list[str]] | None, Callable[[PeerServer], None] | None, str]] = [
+UNSENT: list[tuple[str, dict[str, list[str]] | None, list[dict[str, Any]] | None, str]] = [
     ("nobody there", None, None, "a2a_unavailable"),
     ("no card", {CARD: ["status:404"]}, None, "a2a_http_error"),
     ("card garbage", {CARD: ["garbage"]}, None, "a2a_malformed"),
@@ -225,21 +185,22 @@ UNSENT: list[tuple[str, dict[str, list[str]] | None, Callable[[PeerServer], None
     ("card hangs", {CARD: ["hang"]}, None, "a2a_timeout"),
     ("card redirects", {CARD: ["redirect"]}, None, "a2a_http_error"),
     ("card too large", {CARD: ["huge"]}, None, "a2a_malformed"),
-    ("other origin", {}, _card(supportedInterfaces=[_interface("http://127.0.0.1:2/rpc")]), "a2a_card"),
-    ("other host", {}, _card(supportedInterfaces=[_interface("http://example.org/rpc")]), "a2a_card"),
-    ("other version", {}, _card(supportedInterfaces=[_interface("http://127.0.0.1/rpc", version="0.3")]), "a2a_card"),
-    ("other binding", {}, _card(supportedInterfaces=[_interface("http://127.0.0.1/rpc", "GRPC")]), "a2a_card"),
-    ("no interface", {}, _card(supportedInterfaces=[]), "a2a_card"),
+    ("other origin", {}, [_interface("http://127.0.0.1:2")], "a2a_card"),
+    ("other host", {}, [_interface("http://example.org")], "a2a_card"),
+    ("other version", {}, [_interface(version="0.3")], "a2a_card"),
+    ("other binding", {}, [_interface(binding="GRPC")], "a2a_card"),
+    ("no interface", {}, [], "a2a_card"),
 ]
 
 
-@pytest.mark.parametrize(("plan", "change", "code"), [row[1:] for row in UNSENT], ids=[row[0] for row in UNSENT])
+@pytest.mark.parametrize(("plan", "interfaces", "code"), [row[1:] for row in UNSENT], ids=[row[0] for row in UNSENT])
 def test_what_goes_wrong_before_the_message_is_no_dispatch(
-    site: Site, plan: dict[str, list[str]] | None, change: Callable[[PeerServer], None] | None, code: str
+    site: Site, plan: dict[str, list[str]] | None, interfaces: list[dict[str, Any]] | None, code: str
 ) -> None:
     server = None if plan is None else site.server(**plan)
-    if server is not None and change is not None:
-        change(server)
+    if server is not None and interfaces is not None:
+        told = [{**one, "url": f"{one['url'] or server.origin}/rpc"} for one in interfaces]
+        (server.folder / "card.json").write_text(json.dumps({"supportedInterfaces": told}))
     outcome = site.call(site.work(server, definition={"timeoutSeconds": 1}))
     assert (outcome.status, error_of(outcome)["code"]) == ("not_dispatched", code), outcome.error
     assert site.told == []

@@ -3,20 +3,21 @@
 from __future__ import annotations
 
 import json
-import os
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
-from uuid import uuid4
 
 import pytest
 from agentctl.store.canonical import canonical
 from agentctl.store.errors import TaskFault
-from agentctl.store.policy import Policy, policy_name_of
-from agentctl.store.process_identity import kill_marked
-from agentctl.worker.effects import EffectContext, EffectOutcome, EffectPlan, Work, prepare, process
+from agentctl.store.policy import Policy
+from agentctl.worker.effects import EffectContext, EffectOutcome, Work, prepare
+from agentctl.worker.watch import Token
+from support.effects import error_of, execute, planned
+
+pytestmark = pytest.mark.usefixtures("subreaper")
 
 PROTOCOL = "agentctl.dev/process-extension/v1"
 IN = {"type": "object", "properties": {"n": {"type": "integer"}}, "required": ["n"], "additionalProperties": False}
@@ -36,37 +37,6 @@ else:
                "output": {{"double": 2 * call["input"]["n"]}}}}
 {invoke}
 """
-
-
-class Token:
-    def __init__(self) -> None:
-        self._reader, self._writer = os.pipe()
-        self.reason: str | None = None
-
-    def fileno(self) -> int:
-        return self._reader
-
-    @property
-    def cancelled(self) -> bool:
-        return self.reason is not None
-
-    def cancel(self, reason: str) -> None:
-        self.reason = reason
-        os.write(self._writer, b"x")
-
-
-@pytest.fixture(autouse=True)
-def subreaper() -> Iterator[None]:
-    process.become_subreaper()
-    yield
-    process.become_subreaper(False)
-
-
-@pytest.fixture
-def effect() -> Iterator[str]:
-    made = uuid4().hex
-    yield made
-    kill_marked([made], wait_seconds=5)
 
 
 def block(text: str) -> str:
@@ -120,24 +90,14 @@ def extension(tmp_path: Path, effect: str) -> Extension:
             invoke=block(invoke),
         )
         (tmp_path / "double.py").write_text(text)
-        plan = prepare(work(tmp_path, {"n": 21} if given is None else given, **action))
-        assert isinstance(plan, EffectPlan)
-        assert plan.policy_name == policy_name_of(plan.operation)
-        canonical([plan.input, plan.expected_effect])
-        outcome = plan.execute(EffectContext(effect, token or Token(), time.monotonic))
-        canonical([outcome.result, outcome.error, outcome.notes, outcome.usage])
-        return outcome
+        plan = planned(work(tmp_path, {"n": 21} if given is None else given, **action))
+        return execute(plan, EffectContext(effect, token or Token(), time.monotonic))
 
     return run
 
 
 def calls(base: Path) -> list[str]:
     return [line.removeprefix("--agentctl-") for line in (base / "ledger").read_text().splitlines()]
-
-
-def error_of(outcome: EffectOutcome) -> dict[str, Any]:
-    assert outcome.error is not None
-    return outcome.error
 
 
 def test_the_output_of_the_extension_as_it_is(extension: Extension, tmp_path: Path) -> None:
@@ -150,8 +110,7 @@ def test_the_output_of_the_extension_as_it_is(extension: Extension, tmp_path: Pa
 
 
 def test_what_is_recorded_and_reserved(tmp_path: Path) -> None:
-    plan = prepare(work(tmp_path, {"n": 1}, combinedOutputLimitBytes=500, timeoutSeconds=7))
-    assert isinstance(plan, EffectPlan)
+    plan = planned(work(tmp_path, {"n": 1}, combinedOutputLimitBytes=500, timeoutSeconds=7))
     assert (plan.operation, plan.effect_class, plan.risk) == ("extension.process", "process_execution", "high")
     assert plan.idempotency == "at_most_once"
     assert plan.estimate == {"processOutputBytes": 1000}

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import subprocess
 import sys
 import threading
@@ -15,30 +14,15 @@ from typing import Any
 import pytest
 from agentctl.store.canonical import canonical
 from agentctl.store.errors import TaskFault
-from agentctl.store.policy import Policy, policy_name_of
-from agentctl.worker.effects import EffectContext, EffectOutcome, EffectPlan, Work, prepare
+from agentctl.store.policy import Policy
+from agentctl.worker.effects import EffectContext, EffectOutcome, Work, prepare
+from agentctl.worker.watch import Token
 from support.children import wait_until
+from support.effects import error_of, execute, planned, state_of
 from support.model_server import closed_port
-from support.peers import PeerServer
+from support.peers import PeerServer, PeerServers
 
 EFFECT = "e" * 64
-
-
-class Token:
-    def __init__(self) -> None:
-        self._reader, self._writer = os.pipe()
-        self.reason: str | None = None
-
-    def fileno(self) -> int:
-        return self._reader
-
-    @property
-    def cancelled(self) -> bool:
-        return self.reason is not None
-
-    def cancel(self, reason: str) -> None:
-        self.reason = reason
-        os.write(self._writer, b"x")
 
 
 class Site:
@@ -46,19 +30,11 @@ class Site:
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        self.servers: dict[tuple[str, ...], PeerServer] = {}
+        self.servers = PeerServers("mcp_server.py", folder)
 
     def server(self, *arguments: str, **plan: list[str]) -> PeerServer:
         """The server of these arguments, with another plan."""
-        named = {name.replace("__", "/"): behaviours for name, behaviours in plan.items()}
-        known = self.servers.get(arguments)
-        if known is None:
-            known = self.servers[arguments] = PeerServer(
-                "mcp_server.py", self.folder / f"mcp{len(self.servers)}", *arguments, plan=named
-            )
-        else:
-            known.plan(named)
-        return known
+        return self.servers.planned(arguments, {name.replace("__", "/"): what for name, what in plan.items()})
 
     def work(
         self,
@@ -96,32 +72,14 @@ class Site:
         )
 
     def call(self, work: Work, token: Token | None = None) -> EffectOutcome:
-        plan = prepare(work)
-        assert isinstance(plan, EffectPlan)
-        assert plan.policy_name == policy_name_of(plan.operation)
-        canonical([plan.input, plan.expected_effect])
-        context = EffectContext(EFFECT, token or Token(), time.monotonic)
-        outcome = plan.execute(context)
-        canonical([outcome.result, outcome.error, outcome.notes, outcome.usage])
-        return outcome
+        return execute(planned(work), EffectContext(EFFECT, token or Token(), time.monotonic))
 
 
 @pytest.fixture(scope="module")
 def site(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Site]:
     made = Site(tmp_path_factory.mktemp("mcp"))
     yield made
-    for server in made.servers.values():
-        server.stop()
-
-
-def error_of(outcome: EffectOutcome) -> dict[str, Any]:
-    assert outcome.error is not None
-    return outcome.error
-
-
-def state_of(outcome: EffectOutcome) -> tuple[str, dict[str, Any]]:
-    assert outcome.protocol is not None
-    return outcome.protocol.status, json.loads(outcome.protocol.state_json)
+    made.servers.stop()
 
 
 @pytest.mark.parametrize("form", ["json", "sse"])
@@ -153,11 +111,7 @@ def test_a_keyed_call_carries_the_effect_id(site: Site) -> None:
     (called,) = server.requests("tools/call")
     assert called["headers"]["idempotency-key"] == EFFECT
     assert called["params"]["_meta"]["agentctl.dev/idempotencyKey"] == EFFECT
-    assert all(
-        "idempotency-key" not in item["headers"]
-        for item in server.requests()
-        if item is not called and item["method"] != "tools/call"
-    )
+    assert all("idempotency-key" not in item["headers"] for item in server.requests() if item != called)
 
 
 def test_another_pinned_version(site: Site) -> None:
@@ -304,17 +258,8 @@ def test_a_server_that_is_gone_when_it_is_asked_again(site: Site) -> None:
 
 
 def test_a_tool_that_has_changed_is_not_called_again(site: Site) -> None:
-    server = site.server(tools__call=["late"])
-    work = site.work(server, idempotency="idempotent", definition={"timeoutSeconds": 2})
-
-    def change() -> None:
-        wait_until(lambda: "tools/call" in server.counts(), "the call arrives")
-        (server.folder / "changed").touch()
-
-    thread = threading.Thread(target=change)
-    thread.start()
-    outcome = site.call(work)
-    thread.join()
+    server = site.server(initialize=["ok", "change"], tools__call=["cut"])
+    outcome = site.call(site.work(server, idempotency="idempotent"))
     assert (outcome.status, error_of(outcome)["code"]) == ("uncertain", "mcp_tool_changed"), outcome.error
     assert (server.counts()["tools/call"], server.counts()["initialize"]) == (1, 2)
 

@@ -14,13 +14,14 @@ from collections.abc import Callable, Iterator
 from multiprocessing import resource_tracker
 from pathlib import Path
 from typing import Any
-from uuid import uuid4
 
 import pytest
 from agentctl.store.errors import TaskFault
 from agentctl.store.process_identity import EFFECT_MARKER, find_marked, kill_marked, read_stat
 from agentctl.worker.effects import process
 from agentctl.worker.effects.process import Command, Ending, ProcessResult
+
+pytestmark = pytest.mark.usefixtures("subreaper")
 
 
 class Token:
@@ -46,13 +47,6 @@ class Token:
         os.close(self._writer)
 
 
-@pytest.fixture(autouse=True)
-def subreaper() -> Iterator[None]:
-    process.become_subreaper()
-    yield
-    process.become_subreaper(False)
-
-
 @pytest.fixture
 def token() -> Iterator[Token]:
     made = Token()
@@ -66,13 +60,6 @@ def no_helper_of_multiprocessing() -> None:
     tracker = resource_tracker._resource_tracker
     if getattr(tracker, "_fd", None) is not None:
         tracker._stop()
-
-
-@pytest.fixture
-def effect() -> Iterator[str]:
-    made = uuid4().hex
-    yield made
-    kill_marked([made], wait_seconds=5)
 
 
 def command(effect: str, *argv: str, **overrides: Any) -> Command:

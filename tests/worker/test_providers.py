@@ -6,7 +6,7 @@ from __future__ import annotations
 import os
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -37,12 +37,6 @@ USAGE = {
     "anthropic": Usage(11, 7, 0, 3, 2),
     "google": Usage(11, 7, 2, 3, 0),
 }
-
-
-@pytest.fixture
-def server() -> Iterator[ModelServer]:
-    with model_server() as running:
-        yield running
 
 
 @pytest.fixture(autouse=True)

@@ -83,9 +83,7 @@ def test_a_secret_in_a_file_is_found_wherever_it_lies(
             os.close(descriptor)
 
 
-def test_a_log_record_is_cleaned_with_its_exception(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_log_record_is_cleaned_with_its_exception(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(redaction.known, "redactor", Redactor([VALUE]))
     record = logging.LogRecord("n", logging.ERROR, "p", 1, "the key %s", (SECRET,), None)
     try:

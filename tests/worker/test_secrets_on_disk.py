@@ -12,7 +12,8 @@ from urllib.parse import quote
 
 import pytest
 from support.field import Field
-from support.model_server import ModelServer, Play, model_server
+from support.field_models import action_tool
+from support.model_server import ModelServer, Play
 
 SECRET = 'k3y/with "quotes" & more+'
 KEY = "sk-live-0123456789abcdef"
@@ -26,12 +27,6 @@ def field(tmp_path: Any) -> Iterator[Field]:
     finally:
         place.close()
         assert place.processes() == []
-
-
-@pytest.fixture
-def server() -> Iterator[ModelServer]:
-    with model_server() as running:
-        yield running
 
 
 def forms(value: str) -> set[bytes]:
@@ -148,25 +143,12 @@ def test_a_file_with_a_secret_is_no_artifact(field: Field) -> None:
 
 def agent_document(server: ModelServer, **agent: Any) -> str:
     action = {"kind": "builtin.shell.exec", "command": "sh", "args": ["-c", 'printf "%s" "$TOKEN"']}
-    tool = {
-        "kind": "action",
-        "action": "tell",
-        "description": "Tell.",
-        "inputSchema": {"type": "object", "properties": {}, "additionalProperties": False},
-        "outputSchema": {"type": "object"},
-        "capability": "process.exec",
-        "risk": "high",
-        "effectClass": "process_execution",
-        "idempotency": "unknown",
-        "retrySafe": False,
-        "timeoutSeconds": 10,
-    }
     return document(
         [{"id": "ask", "uses": "agent:a", "with": {"prompt": "hello"}}],
         providers={"p": {"kind": "openai", "endpoint": server.url, "credential": {"env": "KEY"}}},
         agents={"a": {"provider": "p", "model": "m", "instructions": "x", "tools": ["tell"], **agent}},
         actions={"tell": {**action, "env": {"TOKEN": {"env": "SOURCE"}}}},
-        tools={"tell": tool},
+        tools={"tell": action_tool("tell", "unknown")},
     )
 
 

@@ -12,15 +12,18 @@ from collections.abc import Callable, Iterator
 from hashlib import sha256
 from pathlib import Path
 from typing import Any
-from uuid import uuid4
 
 import pytest
 from agentctl.store.canonical import canonical, input_digest
 from agentctl.store.errors import TaskFault
-from agentctl.store.policy import Policy, policy_name_of
-from agentctl.store.process_identity import find_marked, kill_marked
-from agentctl.worker.effects import EffectContext, EffectOutcome, EffectPlan, Work, prepare, process
+from agentctl.store.policy import Policy
+from agentctl.store.process_identity import find_marked
+from agentctl.worker.effects import EffectContext, EffectOutcome, EffectPlan, Work, prepare
 from agentctl.worker.effects.shell import CHILD_PATH, WITHHELD
+from support import effects
+from support.effects import planned
+
+pytestmark = pytest.mark.usefixtures("subreaper")
 
 
 class Token:
@@ -46,25 +49,11 @@ class Token:
         os.close(self._writer)
 
 
-@pytest.fixture(autouse=True)
-def subreaper() -> Iterator[None]:
-    process.become_subreaper()
-    yield
-    process.become_subreaper(False)
-
-
 @pytest.fixture
 def token() -> Iterator[Token]:
     made = Token()
     yield made
     made.close()
-
-
-@pytest.fixture
-def effect() -> Iterator[str]:
-    made = uuid4().hex
-    yield made
-    kill_marked([made], wait_seconds=5)
 
 
 @pytest.fixture
@@ -97,15 +86,6 @@ def work(base: Path, action: dict[str, Any], given: dict[str, Any] | None = None
     )
 
 
-def planned(wanted: Work) -> EffectPlan:
-    made = prepare(wanted)
-    assert isinstance(made, EffectPlan)
-    assert made.policy_name == policy_name_of(made.operation)
-    canonical(made.input)
-    canonical(made.expected_effect)
-    return made
-
-
 def refused(wanted: Work) -> TaskFault:
     with pytest.raises(TaskFault) as caught:
         prepare(wanted)
@@ -113,10 +93,7 @@ def refused(wanted: Work) -> TaskFault:
 
 
 def execute(plan: EffectPlan, token: Token, effect: str) -> EffectOutcome:
-    outcome = plan.execute(EffectContext(effect, token, time.monotonic))
-    for part in (outcome.result, outcome.error, outcome.notes, outcome.usage):
-        canonical(part)
-    return outcome
+    return effects.execute(plan, EffectContext(effect, token, time.monotonic))
 
 
 Shell = Callable[..., EffectOutcome]
