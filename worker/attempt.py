@@ -238,8 +238,9 @@ class AttemptRunner:
         settings = self.settings(attempt.run_id)
         content = loads(attempt.input_json)
         action = settings.actions[content["action"]]
-        if settings.check and action.get("env"):
-            action = run_secrets.without_secrets(action, settings.policy, settings.workspace)
+        if settings.check and content["action"] in settings.secretive:
+            action, policy = run_secrets.without_secrets(action, settings.policy, settings.workspace)
+            settings = replace(settings, policy=policy)
         work = work_of(
             settings, attempt.task_id, content["action"], action, content["input"], attempt.timeout_ms / 1000
         )

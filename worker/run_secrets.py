@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from typing import Any
 
 from agentctl.store.errors import TaskFault
@@ -65,13 +66,18 @@ def _learn_default(definition: Mapping[str, Any]) -> None:
         from_variable(reference["env"])
 
 
-def without_secrets(action: Mapping[str, Any], policy: Policy, workspace: str) -> dict[str, Any]:
-    """An action whose secrets are judged and not read, for a check: no command is started for one, no file is opened.
+def without_secrets(action: Mapping[str, Any], policy: Policy, workspace: str) -> tuple[dict[str, Any], Policy]:
+    """An action and its policy whose secrets are judged and not read, for a check: no command is started for one, no
+    file is opened.
 
     Raises `policy_denied` as a run would.
     """
     from .effects.secret_values import require_permitted
 
-    for reference in (action.get("env") or {}).values():
+    peers = action.get("peers") or {}
+    custom_ca = policy.network.custom_ca if peers else None
+    named = [action.get("env"), *(peer.get("headers") for peer in peers.values()), custom_ca and {"": custom_ca}]
+    for reference in (found for references in named if references for found in references.values()):
         require_permitted(reference, policy, workspace)
-    return {**action, "env": {}}
+    bare = {**action, "env": {}, "peers": {name: {**peer, "headers": {}} for name, peer in peers.items()}}
+    return bare, replace(policy, network=replace(policy.network, custom_ca=None))
