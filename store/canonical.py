@@ -22,30 +22,33 @@ Json: TypeAlias = "bool | int | float | str | list[Any] | dict[str, Any] | None"
 MAX_DEPTH = 64
 """Deepest nesting of JSON that comes from outside (process output, inputs)."""
 
-_encoder = json.JSONEncoder(
-    ensure_ascii=False, allow_nan=False, sort_keys=True, separators=(",", ":"), check_circular=False
-)
 
-
-def _encode_with_standard_library() -> Callable[[Any], str]:
-    """`_encoder.encode`, without building the C encoder anew at every call (it is on every hot path)."""
+def _encoder(*, ascii_only: bool) -> Callable[[Any], str]:
+    """`JSONEncoder.encode`, without building the C encoder anew at every call (it is on every hot path)."""
+    plain = json.JSONEncoder(
+        ensure_ascii=ascii_only, allow_nan=False, sort_keys=True, separators=(",", ":"), check_circular=False
+    )
     make = getattr(json.encoder, "c_make_encoder", None)
     if make is None:
-        return _encoder.encode
-    encode = make(None, _encoder.default, json.encoder.encode_basestring, None, ":", ",", True, False, False)
+        return plain.encode
+    strings = json.encoder.encode_basestring_ascii if ascii_only else json.encoder.encode_basestring
+    encode = make(None, plain.default, strings, None, ":", ",", True, False, False)
 
     def text(value: Any) -> str:
         return "".join(encode(value, 0))
 
+    sample = {"b": [1, 1.5, "é"], "a": None}
     try:
-        if text({"b": [1, 1.5, "é"], "a": None}) == '{"a":null,"b":[1,1.5,"é"]}':
+        if text(sample) == plain.encode(sample):
             return text
     except TypeError:
         pass
-    return _encoder.encode
+    return plain.encode
 
 
-_encode = _encode_with_standard_library()
+_encode = _encoder(ascii_only=False)
+ascii_json = _encoder(ascii_only=True)
+"""The JSON text of texts, numbers and nulls, in ASCII alone: what has to have a digest whatever its characters are."""
 
 
 class JsonError(TaskFault):

@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from hashlib import sha256
 from typing import Any
 
+from .canonical import ascii_json
 from .database import Connection, all_rows
 
 _RUN = (
@@ -36,7 +37,7 @@ END = ("result_json", "error_json", "notes_json", "completed_at")
 
 def seal(values: Sequence[Any]) -> str:
     """The digest over texts, numbers and nulls of a row."""
-    return sha256(json.dumps(values, separators=(",", ":")).encode()).hexdigest()
+    return sha256(ascii_json(values).encode()).hexdigest()
 
 
 def of_run(tx: Connection, run_id: str) -> str:
