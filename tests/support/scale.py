@@ -1,7 +1,8 @@
 """How often and how long. Two numbers from the environment, read in one place.
 
 `AGENTCTL_TEST_SCALE` is a factor on the repeats of long tests: 1.0 is the full measure, by hand or at night. Without it
-a tenth of that runs, so that the whole suite stays quick. `AGENTCTL_TIME_FACTOR` stretches deadlines on slow machines.
+a tenth of that runs, so that the whole suite stays quick. `AGENTCTL_TIME_FACTOR` stretches deadlines on slow machines;
+tests that run side by side (`pytest -n`) make every machine slow, so there it is 4 unless it is given.
 """
 
 from __future__ import annotations
@@ -29,4 +30,5 @@ def share(cases: int) -> int:
 
 def time_factor() -> float:
     """The factor on every bound of time that a test checks."""
-    return max(1.0, float(os.environ.get("AGENTCTL_TIME_FACTOR") or 1))
+    usual = 4 if "PYTEST_XDIST_WORKER" in os.environ else 1
+    return max(1.0, float(os.environ.get("AGENTCTL_TIME_FACTOR") or usual))
