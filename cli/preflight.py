@@ -1,6 +1,8 @@
 """What a run needs from outside, looked at by the verbs that make one before anything is written (contract 4.10).
 
-Only what the tasks to be executed can reach is looked at: a provider that no such task uses needs no credential.
+Only what the tasks to be executed can reach is looked at: a provider that no such task uses needs no credential. Where
+the document has a failed run undone by itself, nobody is there to see that an inverse cannot be carried out, so what
+undoes these tasks is looked at with them.
 """
 
 from __future__ import annotations
@@ -27,9 +29,10 @@ def preflight(workflow: Mapping[str, Any], plan: Plan, base: Path, tasks: Collec
     if not any(spec[place] for place in ("agents", "mcpServers", "a2aPeers")) and not _with_secrets(spec["actions"]):
         return  # nothing of the kind is declared, and a plan may have many tasks to look through
     executed = [task for task in plan.tasks.values() if tasks is None or task.id in tasks]
-    agents, actions = reached(spec, executed)
+    undoing = inverses(plan, executed)
+    agents, actions = reached(spec, executed, undoing)
     commands = [name for name in actions if spec["actions"][name].get("env")]
-    names = peers_of(spec, executed, actions)
+    names = peers_of(spec, executed, actions, undoing)
     if not agents and not commands and not names:
         return
     from agentctl.store.clock import SystemClock
@@ -68,10 +71,20 @@ def _with_secrets(actions: Mapping[str, Any]) -> bool:
     return any(action.get("env") for action in actions.values())
 
 
-def reached(spec: Mapping[str, Any], tasks: Iterable[CompiledTask]) -> tuple[list[str], list[str]]:
-    """The agents and the actions that tasks use, those of the agents' tools included; each once, in a stable order."""
+def inverses(plan: Plan, tasks: Iterable[CompiledTask]) -> list[Mapping[str, Any]]:
+    """What undoes these tasks without being asked: their `compensate`, if the compensation of the plan is automatic."""
+    if plan.compensation["onFailure"] != "automatic":
+        return []  # `compensate` looks for itself, before it makes a run
+    return [task.compensate for task in tasks if task.compensate is not None]
+
+
+def reached(
+    spec: Mapping[str, Any], tasks: Iterable[CompiledTask], undoing: Iterable[Mapping[str, Any]] = ()
+) -> tuple[list[str], list[str]]:
+    """The agents and the actions that tasks and their inverses use, those of the agents' tools included; each once, in
+    a stable order."""
     agents: set[str] = set()
-    actions: set[str] = set()
+    actions: set[str] = {inverse["uses"] for inverse in undoing}
     for task in tasks:
         if task.uses_kind == "agent":
             agents.add(task.uses_name)
@@ -89,13 +102,19 @@ _PLACES = {"mcp.call": ("server", "mcpServers", "url"), "a2a.delegate": ("peer",
 """Action kind to the field that names the service, where services are declared, and the field with their URL."""
 
 
-def peers_of(spec: Mapping[str, Any], tasks: Iterable[CompiledTask], actions: Collection[str]) -> set[tuple[str, str]]:
-    """(kind of action, name) of the MCP servers and A2A peers that tasks and actions call."""
+def peers_of(
+    spec: Mapping[str, Any],
+    tasks: Iterable[CompiledTask],
+    actions: Collection[str],
+    undoing: Iterable[Mapping[str, Any]] = (),
+) -> set[tuple[str, str]]:
+    """(kind of action, name) of the MCP servers and A2A peers that tasks, their inverses and actions call."""
     found: set[tuple[str, str]] = set()
-    for task in tasks:
-        kind = task.action_kind
+    called = [(task.action_kind, task.input) for task in tasks]
+    called += [(inverse["actionKind"], inverse["input"]) for inverse in undoing]
+    for kind, arguments in called:
         if kind is not None and kind in _PLACES:
-            found.add((kind, str(task.input.get(_PLACES[kind][0]))))
+            found.add((kind, str(arguments.get(_PLACES[kind][0]))))
     for name in actions:
         action = spec["actions"][name]
         if action["kind"] in _PLACES and (given := (action.get("with") or {}).get(_PLACES[action["kind"]][0])):
