@@ -14,14 +14,23 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from agentctl.coordinator.plan import CompiledTask, Plan
+    from agentctl.store.errors import PrerequisiteError
     from agentctl.worker.preflight import Service
 
 
-def preflight(workflow: Mapping[str, Any], plan: Plan, base: Path, tasks: Collection[str] | None = None) -> None:
+def preflight(
+    workflow: Mapping[str, Any],
+    plan: Plan,
+    base: Path,
+    tasks: Collection[str] | None = None,
+    *,
+    offline: bool = False,
+) -> None:
     """Raise what would keep the tasks of a plan from talking to their services or from having their secrets.
 
     `workflow` is the one of the plan, as read or as stored. `tasks` are the ids of those that will be executed; None:
-    all. `base` is what `policy.workspaceRoot` is relative to.
+    all. `base` is what `policy.workspaceRoot` is relative to. With `offline` (the global option) any service at all is
+    too many; then no name is looked up and no secret is read.
 
     Raises `PolicyError` (exit 3), `PrerequisiteError` (exit 6) and `UsageError`. Costs nothing without remote services.
     """
@@ -35,6 +44,8 @@ def preflight(workflow: Mapping[str, Any], plan: Plan, base: Path, tasks: Collec
     names = peers_of(spec, executed, actions, undoing)
     if not agents and not commands and not names:
         return
+    if offline:
+        _require_no_network(spec, agents, actions, names)
     from agentctl.store.clock import SystemClock
     from agentctl.store.policy import Policy
     from agentctl.worker.network import Guard
@@ -56,6 +67,47 @@ def preflight(workflow: Mapping[str, Any], plan: Plan, base: Path, tasks: Collec
     guard = Guard(SystemClock().monotonic)
     for service in services:
         require(service, policy, workspace, guard, proxied=is_proxied(service.url, plan.policy))
+
+
+def require_offline(workflow: Mapping[str, Any], plan: Plan, open_tasks: Collection[str]) -> None:
+    """Raise `PrerequisiteError` when a run that goes on would use the network, which `--offline` forbids.
+
+    Whatever the run has done already is undone with the rest when its compensation is automatic. What it has taken over
+    is not; that it counts here refuses too much rather than too little.
+    """
+    spec = workflow["spec"]
+    every = list(plan.tasks.values())
+    undoing = inverses(plan, every)
+    going_on = [task for task in every if task.id in open_tasks]
+    agents, actions = reached(spec, going_on, undoing)
+    _require_no_network(spec, agents, actions, peers_of(spec, going_on, actions, undoing))
+
+
+def refuse_offline(what: str, remedy: str = "leave --offline out") -> PrerequisiteError:
+    """The error for something that needs the network."""
+    from agentctl.store.errors import PrerequisiteError
+
+    return PrerequisiteError(f"--offline: {what}", remedy=remedy)
+
+
+def _require_no_network(
+    spec: Mapping[str, Any], agents: Collection[str], actions: Collection[str], names: Collection[tuple[str, str]]
+) -> None:
+    """Raise `PrerequisiteError` (exit 6) that names what would be connected to.
+
+    Decided by kinds, which are known of every task, and not by names, which templates and models may give.
+    """
+    used = sorted({spec["agents"][agent]["provider"] for agent in agents})
+    found = [f"the provider {name!r}" for name in used if spec["providers"][name]["kind"] != "fake"]
+    found += [service.what for service in services_of(spec, names)]
+    named = {kind for kind, name in names if name in spec[_PLACES[kind][1]]}
+    kinds = {kind for kind, _ in names} | {spec["actions"][name]["kind"] for name in actions}
+    found += [f"{kind}, for a name that is given later" for kind in sorted(kinds & _PLACES.keys() - named)]
+    if found:
+        raise refuse_offline(
+            f"the network would be used by {', '.join(found)}",
+            "leave --offline out, or use a provider of kind fake; nothing was started",
+        )
 
 
 def is_proxied(url: str, policy: Mapping[str, Any]) -> bool:
