@@ -74,7 +74,8 @@ def compensate(
             context.exit(EXIT_BLOCKED if found.blocked else 0)
 
         def look(workflow: dict[str, Any], plan: Plan, base: str) -> None:
-            preflight(workflow, plan, workspace_of(workspace, base, source_id))
+            home = workspace_of(workspace, base, source_id)
+            preflight(workflow, plan, home, offline=settings.offline)
             if keeps_artifacts(plan):
                 store.artifacts.blobs.require_writable()
 

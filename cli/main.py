@@ -71,6 +71,7 @@ class Settings:
     output: str = "human"
     color: str = "auto"
     verbose: bool = False
+    offline: bool = False
 
     @property
     def json(self) -> bool:
@@ -105,6 +106,15 @@ def _store(name: str) -> Callable[[click.Context, click.Parameter, Any], None]:
     return keep
 
 
+def _refuse_locked(context: click.Context, parameter: click.Parameter, value: bool) -> None:
+    """Contract table, row 37: what it asks for cannot be given, and a run that silently lacks it would be worse."""
+    if value and not context.resilient_parsing:
+        from agentctl.coordinator.diagnostics import Diagnostic, DocumentError
+
+        message = "--locked holds packs to their lock file, and this version has no packs"
+        raise DocumentError([Diagnostic("unsupported_capability", message)])
+
+
 def _global_options() -> list[click.Option]:
     return [
         click.Option(
@@ -136,6 +146,22 @@ def _global_options() -> list[click.Option]:
             expose_value=False,
             callback=_store("verbose"),
             help="Say more: log lines, details, tracebacks of internal errors.",
+        ),
+        click.Option(
+            ["--offline"],
+            is_flag=True,
+            default=None,
+            expose_value=False,
+            callback=_store("offline"),
+            help="Connect to nobody: what needs a model service, MCP server or A2A agent is refused.",
+        ),
+        click.Option(
+            ["--locked"],
+            is_flag=True,
+            default=False,
+            expose_value=False,
+            callback=_refuse_locked,
+            help="Hold packs to their lock file; refused, since this version has no packs.",
         ),
     ]
 

@@ -1,6 +1,8 @@
 """What a run needs from outside, looked at by the verbs that make one before anything is written (contract 4.10).
 
-Only what the tasks to be executed can reach is looked at: a provider that no such task uses needs no credential.
+Only what the tasks to be executed can reach is looked at: a provider that no such task uses needs no credential. Where
+the document has a failed run undone by itself, nobody is there to see that an inverse cannot be carried out, so what
+undoes these tasks is looked at with them.
 """
 
 from __future__ import annotations
@@ -12,14 +14,23 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from agentctl.coordinator.plan import CompiledTask, Plan
+    from agentctl.store.errors import PrerequisiteError
     from agentctl.worker.preflight import Service
 
 
-def preflight(workflow: Mapping[str, Any], plan: Plan, base: Path, tasks: Collection[str] | None = None) -> None:
+def preflight(
+    workflow: Mapping[str, Any],
+    plan: Plan,
+    base: Path,
+    tasks: Collection[str] | None = None,
+    *,
+    offline: bool = False,
+) -> None:
     """Raise what would keep the tasks of a plan from talking to their services or from having their secrets.
 
     `workflow` is the one of the plan, as read or as stored. `tasks` are the ids of those that will be executed; None:
-    all. `base` is what `policy.workspaceRoot` is relative to.
+    all. `base` is what `policy.workspaceRoot` is relative to. With `offline` (the global option) any service at all is
+    too many; then no name is looked up and no secret is read.
 
     Raises `PolicyError` (exit 3), `PrerequisiteError` (exit 6) and `UsageError`. Costs nothing without remote services.
     """
@@ -27,11 +38,14 @@ def preflight(workflow: Mapping[str, Any], plan: Plan, base: Path, tasks: Collec
     if not any(spec[place] for place in ("agents", "mcpServers", "a2aPeers")) and not _with_secrets(spec["actions"]):
         return  # nothing of the kind is declared, and a plan may have many tasks to look through
     executed = [task for task in plan.tasks.values() if tasks is None or task.id in tasks]
-    agents, actions = reached(spec, executed)
+    undoing = inverses(plan, executed)
+    agents, actions = reached(spec, executed, undoing)
     commands = [name for name in actions if spec["actions"][name].get("env")]
-    names = peers_of(spec, executed, actions)
+    names = peers_of(spec, executed, actions, undoing)
     if not agents and not commands and not names:
         return
+    if offline:
+        _require_no_network(spec, agents, actions, names)
     from agentctl.store.clock import SystemClock
     from agentctl.store.policy import Policy
     from agentctl.worker.network import Guard
@@ -55,6 +69,47 @@ def preflight(workflow: Mapping[str, Any], plan: Plan, base: Path, tasks: Collec
         require(service, policy, workspace, guard, proxied=is_proxied(service.url, plan.policy))
 
 
+def require_offline(workflow: Mapping[str, Any], plan: Plan, open_tasks: Collection[str]) -> None:
+    """Raise `PrerequisiteError` when a run that goes on would use the network, which `--offline` forbids.
+
+    Whatever the run has done already is undone with the rest when its compensation is automatic. What it has taken over
+    is not; that it counts here refuses too much rather than too little.
+    """
+    spec = workflow["spec"]
+    every = list(plan.tasks.values())
+    undoing = inverses(plan, every)
+    going_on = [task for task in every if task.id in open_tasks]
+    agents, actions = reached(spec, going_on, undoing)
+    _require_no_network(spec, agents, actions, peers_of(spec, going_on, actions, undoing))
+
+
+def refuse_offline(what: str, remedy: str = "leave --offline out") -> PrerequisiteError:
+    """The error for something that needs the network."""
+    from agentctl.store.errors import PrerequisiteError
+
+    return PrerequisiteError(f"--offline: {what}", remedy=remedy)
+
+
+def _require_no_network(
+    spec: Mapping[str, Any], agents: Collection[str], actions: Collection[str], names: Collection[tuple[str, str]]
+) -> None:
+    """Raise `PrerequisiteError` (exit 6) that names what would be connected to.
+
+    Decided by kinds, which are known of every task, and not by names, which templates and models may give.
+    """
+    used = sorted({spec["agents"][agent]["provider"] for agent in agents})
+    found = [f"the provider {name!r}" for name in used if spec["providers"][name]["kind"] != "fake"]
+    found += [service.what for service in services_of(spec, names)]
+    named = {kind for kind, name in names if name in spec[_PLACES[kind][1]]}
+    kinds = {kind for kind, _ in names} | {spec["actions"][name]["kind"] for name in actions}
+    found += [f"{kind}, for a name that is given later" for kind in sorted(kinds & _PLACES.keys() - named)]
+    if found:
+        raise refuse_offline(
+            f"the network would be used by {', '.join(found)}",
+            "leave --offline out, or use a provider of kind fake; nothing was started",
+        )
+
+
 def is_proxied(url: str, policy: Mapping[str, Any]) -> bool:
     """Whether connections to a URL go through a proxy of the environment, which then looks the name up."""
     from agentctl.worker.network import proxy_of, target_of
@@ -68,10 +123,20 @@ def _with_secrets(actions: Mapping[str, Any]) -> bool:
     return any(action.get("env") for action in actions.values())
 
 
-def reached(spec: Mapping[str, Any], tasks: Iterable[CompiledTask]) -> tuple[list[str], list[str]]:
-    """The agents and the actions that tasks use, those of the agents' tools included; each once, in a stable order."""
+def inverses(plan: Plan, tasks: Iterable[CompiledTask]) -> list[Mapping[str, Any]]:
+    """What undoes these tasks without being asked: their `compensate`, if the compensation of the plan is automatic."""
+    if plan.compensation["onFailure"] != "automatic":
+        return []  # `compensate` looks for itself, before it makes a run
+    return [task.compensate for task in tasks if task.compensate is not None]
+
+
+def reached(
+    spec: Mapping[str, Any], tasks: Iterable[CompiledTask], undoing: Iterable[Mapping[str, Any]] = ()
+) -> tuple[list[str], list[str]]:
+    """The agents and the actions that tasks and their inverses use, those of the agents' tools included; each once, in
+    a stable order."""
     agents: set[str] = set()
-    actions: set[str] = set()
+    actions: set[str] = {inverse["uses"] for inverse in undoing}
     for task in tasks:
         if task.uses_kind == "agent":
             agents.add(task.uses_name)
@@ -89,13 +154,19 @@ _PLACES = {"mcp.call": ("server", "mcpServers", "url"), "a2a.delegate": ("peer",
 """Action kind to the field that names the service, where services are declared, and the field with their URL."""
 
 
-def peers_of(spec: Mapping[str, Any], tasks: Iterable[CompiledTask], actions: Collection[str]) -> set[tuple[str, str]]:
-    """(kind of action, name) of the MCP servers and A2A peers that tasks and actions call."""
+def peers_of(
+    spec: Mapping[str, Any],
+    tasks: Iterable[CompiledTask],
+    actions: Collection[str],
+    undoing: Iterable[Mapping[str, Any]] = (),
+) -> set[tuple[str, str]]:
+    """(kind of action, name) of the MCP servers and A2A peers that tasks, their inverses and actions call."""
     found: set[tuple[str, str]] = set()
-    for task in tasks:
-        kind = task.action_kind
+    called = [(task.action_kind, task.input) for task in tasks]
+    called += [(inverse["actionKind"], inverse["input"]) for inverse in undoing]
+    for kind, arguments in called:
         if kind is not None and kind in _PLACES:
-            found.add((kind, str(task.input.get(_PLACES[kind][0]))))
+            found.add((kind, str(arguments.get(_PLACES[kind][0]))))
     for name in actions:
         action = spec["actions"][name]
         if action["kind"] in _PLACES and (given := (action.get("with") or {}).get(_PLACES[action["kind"]][0])):

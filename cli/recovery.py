@@ -202,7 +202,8 @@ class _Recovery:
 
         from .preflight import preflight
 
-        preflight(document.workflow, plan.target, self.base, frozenset(plan.rerun))
+        offline = self.settings.offline
+        preflight(document.workflow, plan.target, self.base, frozenset(plan.rerun), offline=offline)
         if keeps_artifacts(plan.target):
             store.artifacts.blobs.require_writable()
         how = Circumstances(self.base, ACTOR, self.asked.priority, self.asked.interactive)
@@ -338,7 +339,7 @@ def fork(
         parent, documents = verified_source(store, run_id)
         base = workspace_of(workspace, parent.base_path, run_id)
         plan = Plan.from_json(loads(documents.plan_json))
-        preflight(loads(documents.workflow_json), plan, base)
+        preflight(loads(documents.workflow_json), plan, base, offline=settings.offline)
         if only_plan:
             from .foretold import fork_plan, show_fork
 

@@ -10,6 +10,7 @@ import click
 from agentctl.store.errors import ConflictError, PolicyError, PrerequisiteError, TaskFault, UncertainError
 
 from .main import Settings, Verb, pass_settings
+from .preflight import refuse_offline
 from .render import Printer, clean
 from .run import open_store, views_of, warn_undriven
 
@@ -37,6 +38,8 @@ def continue_remote(settings: Settings, name: str, actor: str, reason: str, appr
 
     from .pool import rescue_the_dead
 
+    if settings.offline:
+        raise refuse_offline("asking a remote agent how its task stands uses the network")
     with closing(open_store(settings)) as store:
         views = views_of(store)
         effect_id = views.find_effect(name)

@@ -165,7 +165,7 @@ def _submit(
 
     document, plan, inputs, base = prepared
     if not check:  # check mode talks to nobody
-        preflight(document.workflow, plan, base)
+        preflight(document.workflow, plan, base, offline=settings.offline)
     store = open_store(settings, create=True)
     try:
         if keeps_artifacts(plan):
@@ -366,10 +366,34 @@ def resume(
                 remedy=f"`agentctl inspect {run_id}` shows what happened",
                 run_id=run_id,
             )
+        if settings.offline:
+            _require_offline(store, run_id)
         if json.loads(store.run_settings(run_id)[0]).get("keepsArtifacts"):
             store.artifacts.blobs.require_writable()
         store.withdraw_pause(run_id, actor=ACTOR)
         context.exit(foreground(settings, store, run_id, "resumed", resume=True, workers=workers, timeout=timeout))
+
+
+def _require_offline(store: Store, run_id: str) -> None:
+    """Raise `PrerequisiteError` when going on with a run, or undoing it, would use the network."""
+    from agentctl.coordinator.plan import Plan
+    from agentctl.store.canonical import loads
+    from agentctl.store.states import TASK_FINAL
+
+    from .preflight import require_offline
+
+    documents = store.run_documents(run_id)
+    plan = Plan.from_json(loads(documents.plan_json))
+    states = store.snapshot(run_id).tasks
+    open_tasks = {task.id for task in plan.tasks.values() if states[task.position].state not in TASK_FINAL}
+    require_offline(loads(documents.workflow_json), plan, open_tasks)
+
+
+def _require_undone_offline(workflow: dict[str, Any], plan: Plan, base: str) -> None:
+    """The same of a compensation run that is about to be made."""
+    from .preflight import require_offline
+
+    require_offline(workflow, plan, plan.tasks)
 
 
 # -- follow ------------------------------------------------------------------------------------------------------
@@ -524,13 +548,21 @@ def _compensate_failed(settings: Settings, store: Store, run_id: str, workers: i
         from agentctl.store.faults import Faults
 
         try:
-            start_what_is_due(store, SystemIds(store.clock), Faults.from_environment(), run_id, actor=ACTOR)
+            ids, faults = SystemIds(store.clock), Faults.from_environment()
+            before = _require_undone_offline if settings.offline else None
+            start_what_is_due(store, ids, faults, run_id, actor=ACTOR, before=before)
         except AgentctlError as error:
             warn(settings, f"the compensation of {run_id} could not be started: {error.message}")
     started = compensations.started_by(run_id)
     if started is not None and store.get_run(started).ended_at is None:
         from .pool import run_in_foreground
 
+        if settings.offline:
+            try:
+                _require_offline(store, started)
+            except AgentctlError as error:
+                warn(settings, f"the compensation {started} does not go on: {error.message}")
+                return
         run_in_foreground(settings.database, started, resume=False, workers=workers, on_change=None)
 
 

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import click
+from agentctl.store.errors import UsageError
 from agentctl.store.recycling import Limits
 
 from .amounts import Duration, Size
@@ -84,6 +85,15 @@ def _care_options(function: F) -> F:
     return function
 
 
+def _require_network(settings: Settings) -> None:
+    """Workers of a pool serve every run, and failing those that need the network would be no help to anybody."""
+    if settings.offline:
+        raise UsageError(
+            "--offline is no option of a pool: its workers serve runs that need the network as well",
+            remedy="give it to the verbs that make a run: `agentctl --offline submit FILE`",
+        )
+
+
 def _cores() -> int:
     return max(1, len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1)
 
@@ -119,6 +129,7 @@ def workers_start(
     A worker that reaches --max-tasks, --max-age or --max-rss ends after the attempt that it has, and another takes its
     place. Their limits differ by up to a tenth, so that they do not all go at once.
     """
+    _require_network(settings)
     from .pool import start_workers
 
     _begin_log(settings, name or "pool")
@@ -190,6 +201,7 @@ def workers_install(
     before are replaced, those of others never: what has changed is restarted, and what is no longer wanted (the other
     layout, higher numbers) is stopped and disabled.
     """
+    _require_network(settings)
     from .install import checked_path, given_database, install, program, runtime_places
     from .unit_files import Site
 
@@ -325,6 +337,7 @@ def worker_start(
     It works like one of a pool; a coordinator drives the runs elsewhere, and rescues what it held when it dies.
     The first signal drains it, a second one ends it hard. Exit: 0 drained, 3 forced, 5 could not start.
     """
+    _require_network(settings)
     from .pool import start_worker
 
     _begin_log(settings, name)

@@ -193,14 +193,22 @@ def start_compensation(
     )
 
 
-def start_what_is_due(store: Store, ids: IdSource, faults: Faults, run_id: str, *, actor: str) -> str | None:
+def start_what_is_due(
+    store: Store,
+    ids: IdSource,
+    faults: Faults,
+    run_id: str,
+    *,
+    actor: str,
+    before: Callable[[dict[str, Any], Plan, str], None] | None = None,
+) -> str | None:
     """Start the automatic compensation of a failed run if nobody has; the id of its run, or None.
 
-    The look is cheap. Raises as `start_compensation`.
+    The look is cheap. `before` and what it raises are those of `start_compensation`.
     """
     if not Compensations(store.database, store.clock).is_due(run_id):
         return None
-    return start_compensation(store, run_id, ids, automatic=True, actor=actor, faults=faults)[1]
+    return start_compensation(store, run_id, ids, automatic=True, actor=actor, faults=faults, before=before)[1]
 
 
 # -- the plan ----------------------------------------------------------------------------------------------------------

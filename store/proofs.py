@@ -132,11 +132,11 @@ def trail_problems(tx: Connection, run: Run) -> list[str]:
     expected = 0
     trace: str | None = None
     rows = tx.execute(
-        "SELECT sequence, event_type, task_id, trace_id, payload_json FROM audit_events WHERE run_id = ? "
-        "ORDER BY sequence",
+        "SELECT sequence, event_type, task_id, trace_id, payload_json, created_at FROM audit_events "
+        "WHERE run_id = ? ORDER BY sequence",
         (run.run_id,),
     )
-    for expected, (sequence, kind, task_id, trace_id, text) in enumerate(rows, 1):
+    for expected, (sequence, kind, task_id, trace_id, text, at) in enumerate(rows, 1):
         if sequence != expected:
             problems.append(f"the audit trail has a gap before event {sequence}")
             return problems
@@ -152,7 +152,7 @@ def trail_problems(tx: Connection, run: Run) -> list[str]:
             trace = payload.get("traceId", trace_id)
         if trace_id != trace:
             problems.append(f"event {sequence} of the audit trail belongs to another run")
-        told.take(kind, task_id, payload)
+        told.take(kind, task_id, payload, at)
     last = tx.execute("SELECT audit_sequence FROM runs WHERE run_id = ?", (run.run_id,)).fetchone()
     if last is None or last[0] != expected:
         problems.append(f"the audit trail has a gap: it ends at event {expected}")
@@ -174,13 +174,17 @@ class _Told:
         self.effects: dict[str, str] = {}
         self.seals: dict[str, list[str | None]] = {}
         self.superseded: set[str] = set()
+        self.begun: dict[str, int] = {}
+        self.sent: dict[str, tuple[int, int]] = {}
         self.reservations: dict[tuple[str, int], tuple[str, dict[str, int]]] = {}
         self.remote: dict[tuple[str, str], list[Any]] = {}
 
-    def take(self, kind: str, task_id: str | None, payload: dict[str, Any]) -> None:
-        """The next event."""
+    def take(self, kind: str, task_id: str | None, payload: dict[str, Any], at: int) -> None:
+        """The next event; `at` is when it was written (epoch ms), with what it tells of and by the same clock."""
         if kind in ("task.transition", "replay.task_recorded") and task_id is not None:
             self.tasks[task_id] = str(payload.get("to"))
+            if payload.get("to") == "running":
+                self.begun.setdefault(task_id, at)
         elif kind in _CREATED:
             self.created = payload
         elif kind in _TAKEN_OVER and task_id is not None:
@@ -199,6 +203,12 @@ class _Told:
                 known[0] = payload.get("seal")
             elif "seal" in payload:
                 known[1] = payload["seal"]
+            if kind == "effect.started":
+                self.sent[effect] = (payload.get("dispatch", 0), at)
+            elif kind == "effect.not_dispatched" or (kind == "effect.cancelled" and "reason" not in payload):
+                # Nothing had left: that dispatch does not count.
+                count, last = self.sent.get(effect, (0, at))
+                self.sent[effect] = (count - 1, last)
         elif kind == "protocol.call":
             self.remote["call", str(payload.get("effectId"))] = [payload.get("status"), payload.get("stateDigest")]
         elif kind == "protocol.session":
@@ -219,9 +229,13 @@ class _Told:
         if head != (run.workflow_digest, run.plan_digest, run.task_count):
             yield "the audit trail tells of the creation of another run"
         span = (run.first_task, run.first_task + run.task_count - 1)
-        for task_id, state in tx.execute("SELECT task_id, state FROM tasks WHERE task_no BETWEEN ? AND ?", span):
+        for task_id, state, begun in tx.execute(
+            "SELECT task_id, state, started_at FROM tasks WHERE task_no BETWEEN ? AND ?", span
+        ):
             if self.tasks.pop(task_id, "pending") != state:
                 yield f"task {task_id} is {state}, the audit trail says something else"
+            if self.begun.get(task_id) != begun:
+                yield f"the audit trail tells of another start of task {task_id}"
         if self.tasks:
             yield f"the audit trail tells of a task {min(self.tasks)}, which is not there"
         yield from self._lineage_against(tx, run, span)
@@ -264,15 +278,18 @@ class _Told:
     def _effects_against(self, tx: Connection, run: Run, span: tuple[int, int]) -> Iterator[str]:
         columns = ", ".join(f"e.{name}" for name in (*seals.REQUEST, *seals.END))
         split = len(seals.REQUEST)
-        for effect, status, digest, operation, superseded, *rest in tx.execute(
-            f"SELECT e.effect_id, e.status, e.input_digest, e.operation, e.superseded, {columns} FROM attempts a "  # noqa: S608
-            "JOIN effects e ON e.attempt_id = a.attempt_id WHERE a.task_no BETWEEN ? AND ? AND a.run_id = ?",
+        for effect, status, digest, operation, superseded, dispatches, begun, *rest in tx.execute(
+            "SELECT e.effect_id, e.status, e.input_digest, e.operation, e.superseded, e.dispatches, e.started_at, "  # noqa: S608
+            f"{columns} FROM attempts a JOIN effects e ON e.attempt_id = a.attempt_id "
+            "WHERE a.task_no BETWEEN ? AND ? AND a.run_id = ?",
             (*span, run.run_id),
         ):
             last = self.effects.pop(effect, "")
             ended = status in ("started", "succeeded", "failed", "uncertain")
             if (last != status) if ended else (last not in _NOT_SENT):
                 yield f"effect {effect[:12]} is {status}, the audit trail says something else"
+            if self.sent.get(effect, (0, None)) != (dispatches, begun):
+                yield f"the audit trail tells of other dispatches of effect {effect[:12]}"
             if self.requests.get(effect) != (digest, operation):
                 yield f"the audit trail tells of another request of effect {effect[:12]}"
             asked, ended_with = self.seals.get(effect, (None, None))

@@ -4,6 +4,9 @@ behind the back of agentctl without being found.
 The seal of a run stands in its first checkpoint, that of a task in the checkpoint of its end, those of an effect in the
 events of its request and of its end. History of earlier versions has none: then nothing is compared. Every function
 takes the open transaction and returns bare hex digests, those of tasks cut to half their length.
+
+When a task was first claimed, and when and how often an effect was started, are in no seal: the audit trail tells that
+in words and times (see `proofs`).
 """
 
 from __future__ import annotations

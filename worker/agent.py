@@ -481,6 +481,7 @@ class _Delivery:
             provider = self._agents.provider(self._claim.run_id, self._provider, self._settings)
             with self._limited(self._agent["timeoutSeconds"]):
                 response = provider.complete(asked, call)
+            events.finish()
             recorded = _without_secrets(response)
             result_json = canonical(recorded)
             if (problem := answers.answer_problem(loads(result_json))) is not None:
@@ -610,16 +611,35 @@ class _Delivery:
 
 
 class _Events:
-    """Takes the events of a streamed answer and stores each; remembers that the lease was lost."""
+    """Takes the events of a streamed answer and stores each; remembers that the lease was lost.
+
+    A secret may come in several pieces, of which none is one: the end of a text that could be the beginning of a secret
+    is held back until it is known to be none. What is held when the answer breaks off is not told.
+    """
 
     def __init__(self, store: Store, claim: Claim, effect: str) -> None:
         self._store = store
         self._claim = claim
         self._effect = effect
         self._more = True
+        self._held = ""
         self._lost: LeaseLost | None = None
 
     def __call__(self, event: Mapping[str, Any]) -> None:
+        if event["type"] != "text_delta":
+            self._store_one(event)
+            return
+        told, self._held = known_secrets.redactor.split(self._held + event["text"])
+        if told or not event["text"]:
+            self._store_one({**event, "text": told})
+
+    def finish(self) -> None:
+        """The answer has come to its end: what was held back belongs to it."""
+        if self._held:
+            held, self._held = self._held, ""
+            self._store_one({"type": "text_delta", "text": held})
+
+    def _store_one(self, event: Mapping[str, Any]) -> None:
         if not self._more:
             return
         try:

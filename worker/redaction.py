@@ -11,6 +11,7 @@ import base64
 import json
 import logging
 import os
+import re
 import threading
 from collections.abc import Iterable
 from typing import Any, Final, TypeAlias
@@ -49,6 +50,7 @@ class Redactor:
         self._values: set[bytes] = set()
         self._forms: list[bytes] = []
         self._texts: list[str] = []
+        self._pattern: re.Pattern[str] | None = None
         self.learn(values)
 
     def learn(self, values: Iterable[bytes]) -> None:
@@ -65,6 +67,7 @@ class Redactor:
         # Output that is not UTF-8 is kept with replacement characters: a secret in it looks like that, too.
         texts += [form.decode("utf-8", errors="replace") for form in self._forms]
         self._texts = list(dict.fromkeys(texts))
+        self._pattern = None
 
     def __bool__(self) -> bool:
         return bool(self._forms)
@@ -87,6 +90,38 @@ class Redactor:
             if form in text:
                 text = text.replace(form, REDACTED)
         return text
+
+    def split(self, text: str) -> tuple[str, str]:
+        """(what can be told of a text that goes on, its tail that may be the beginning of a secret).
+
+        What is told over all pieces, put together, holds no form of a secret, wherever the pieces were cut. The tail is
+        shorter than the longest form; it belongs before the next piece.
+        """
+        if not self._texts:
+            return text, ""
+        pattern = self._pattern
+        if pattern is None:
+            longest_first = sorted(self._texts, key=len, reverse=True)
+            pattern = self._pattern = re.compile("|".join(map(re.escape, longest_first)))
+        told: list[str] = []
+        start = 0
+        while True:
+            found, tail = pattern.search(text, start), self._beginning(text, start)
+            # At the same place the tail goes first: it may become a longer form than the one that is there already.
+            if found is None or tail <= found.start():
+                return "".join([*told, text[start:tail]]), text[tail:]
+            told += [text[start : found.start()], REDACTED]
+            start = found.end()
+
+    def _beginning(self, text: str, start: int) -> int:
+        """The first place from `start` on where a form may begin that is longer than the rest; else the end."""
+        size = len(text)
+        longest = max(map(len, self._texts), default=0)
+        for place in range(max(start, size - longest + 1), size):
+            rest = text[place:]
+            if any(len(form) > len(rest) and form.startswith(rest) for form in self._texts):
+                return place
+        return size
 
     def json(self, value: Any) -> Any:
         """A JSON value without any form of a secret, in texts, in keys, and as a number."""

@@ -141,6 +141,45 @@ def test_the_services_of_protocols_are_found(kind: str, action: dict[str, Any], 
     assert peers_of(spec, [], []) == set()
 
 
+UNDOING = {
+    "make": {"kind": "builtin.shell.exec", "command": "true"},
+    "tell": {"kind": "mcp.call", "with": {"tool": "undo"}},
+    "drop": {"kind": "builtin.shell.exec", "command": "true", "env": {"A": {"file": "/etc/passwd"}}},
+}
+SERVER = {"url": "http://127.0.0.1:1/mcp", "headers": {"X-Key": {"env": "KEY"}}}
+
+
+def undone_by(compensate: dict[str, Any], how: str, **policy: Any) -> str:
+    """A document with one task and its inverse, and what starts the compensation of a failed run."""
+    spec = {
+        "actions": UNDOING,
+        "mcpServers": {"s": SERVER},
+        "compensation": {"onFailure": how},
+        "tasks": [{"id": "t", "uses": "action:make", "compensate": compensate}],
+    }
+    return document({"kind": "fake"}, {**LOCAL, "processAllowlist": ["true"], **policy}, **spec)
+
+
+@pytest.mark.parametrize(
+    ("compensate", "policy", "code", "named"),
+    [
+        ({"uses": "action:tell", "with": {"server": "s"}}, {}, 6, "KEY"),
+        ({"uses": "action:tell", "with": {"server": "s"}}, {"networkAllowlist": []}, 3, "networkAllowlist"),
+        ({"uses": "action:drop"}, {"environmentAllowlist": ["A", "KEY"]}, 3, "secretFileRoots"),
+    ],
+)
+def test_what_undoes_by_itself_is_looked_at_before_the_run(
+    cli: Cli, compensate: dict[str, Any], policy: dict[str, Any], code: int, named: str
+) -> None:
+    cli.environment.pop("KEY", None)
+    result = cli.json("run", cli.write("w.yaml", undone_by(compensate, "automatic", **policy)))
+    assert result.code == code, result.err
+    assert named in result.error["message"] + str(result.error["remedy"])
+    assert not cli.database.exists()
+    # Started by hand it is looked at when somebody does.
+    assert cli("run", cli.write("w.yaml", undone_by(compensate, "manual", **policy))).code == 0
+
+
 # -- verbs -------------------------------------------------------------------------------------------------------------
 
 

@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import base64
+import itertools
 import json
 import logging
 import os
+from collections.abc import Iterable
 from pathlib import Path
 from urllib.parse import quote
 
 import pytest
 from agentctl.worker import redaction
-from agentctl.worker.redaction import LogFilter, Redactor, holds_secret
+from agentctl.worker.redaction import LogFilter, Redactor, forms, holds_secret
+from hypothesis import given
+from hypothesis import strategies as st
 
 SECRET = 's3cr"et\\käy/+ 0'
 VALUE = SECRET.encode()
@@ -58,6 +62,51 @@ def test_a_secret_that_is_no_text_is_found_in_text() -> None:
     redactor = Redactor([value])
     assert redactor.bytes(b"<" + value + b">") == b"<[REDACTED]>"
     assert redactor.text("<" + value.decode("utf-8", errors="replace") + ">") == "<[REDACTED]>"
+
+
+def pieces_of(text: str, cuts: tuple[int, ...]) -> list[str]:
+    places = [0, *cuts, len(text)]
+    return [text[start:end] for start, end in itertools.pairwise(places)]
+
+
+def told_of(redactor: Redactor, pieces: Iterable[str]) -> tuple[str, list[str]]:
+    """(all that is told of a text in pieces, what is held back after each piece)."""
+    told, held, kept = "", "", []
+    for piece in pieces:
+        some, held = redactor.split(held + piece)
+        told += some
+        kept.append(held)
+    return told + redactor.text(held), kept
+
+
+@pytest.mark.parametrize("form", sorted(forms(VALUE)))
+def test_a_secret_that_comes_in_pieces(form: bytes) -> None:
+    redactor = Redactor([VALUE])
+    text = form.decode()
+    for cut in range(1, len(text)):
+        told, held = told_of(redactor, ["so ", text[:cut], text[cut:], " it is"])
+        assert told == "so [REDACTED] it is"
+        assert held[1] == text[:cut], "the beginning is not told before the rest is there"
+    assert told_of(redactor, f"so {text} it is")[0] == "so [REDACTED] it is", "one character at a time"
+
+
+@given(
+    st.lists(st.text("ab", min_size=1, max_size=4), min_size=1, max_size=3),
+    st.text("abc", max_size=16),
+    st.sets(st.integers(1, 15), max_size=6),
+)
+def test_no_cut_lets_a_secret_through(values: list[str], text: str, cuts: set[int]) -> None:
+    """Secrets within and across one another; what is told holds none, and nothing else is lost."""
+    redactor = Redactor(value.encode() for value in values)
+    told, held = told_of(redactor, pieces_of(text, tuple(sorted(cut for cut in cuts if cut < len(text)))))
+    assert not any(value in piece for value in values for piece in told.split("[REDACTED]"))
+    assert all(len(kept) < max(map(len, values)) for kept in held)
+    rest = text
+    for number, piece in enumerate(told.split("[REDACTED]")):
+        assert rest.startswith(piece) if number == 0 else piece in rest, "what is told is what was said"
+        rest = rest[rest.index(piece) + len(piece) :]
+    if not any(value in text for value in values):
+        assert told == text
 
 
 def test_nothing_known_changes_nothing() -> None:

@@ -13,7 +13,7 @@ from urllib.parse import quote
 import pytest
 from support.field import Field
 from support.field_models import action_tool
-from support.model_server import ModelServer, Play
+from support.model_server import ModelServer, Play, answer_of
 
 SECRET = 'k3y/with "quotes" & more+'
 KEY = "sk-live-0123456789abcdef"
@@ -176,6 +176,56 @@ def test_what_a_tool_returns_and_a_model_says(field: Field, server: ModelServer,
         assert_nowhere(field, value, result.out, field.json("inspect", result.data["runId"]).out)
     field.check_clean_end()
     assert field.json("db", "verify").code == 0
+
+
+def told_pieces(field: Field) -> list[str]:
+    """The pieces of text that are kept of streamed answers, in order."""
+    rows = field.rows("SELECT payload_json FROM stream_events WHERE event_type = 'text_delta' ORDER BY sequence")
+    return [json.loads(payload)["text"] for (payload,) in rows]
+
+
+@pytest.mark.parametrize("kind", ["openai", "openai_compatible"])
+@pytest.mark.parametrize("size", [1, 2, 12], ids=["letters", "pairs", "halves"])
+def test_what_a_model_says_in_pieces(field: Field, server: ModelServer, kind: str, size: int) -> None:
+    """No piece is a secret, and put together they must not be one either; what only looks like one is told."""
+    said = f"it is {KEY}; {KEY[:9]} is none, nor is {KEY[:5]}"
+    pieces = [said[start : start + size] for start in range(0, len(said), size)]
+    if kind == "openai":
+        events: list[Any] = [{"type": "response.output_text.delta", "delta": piece} for piece in pieces]
+        events.append({"type": "response.completed", "response": answer_of("/v1/responses", Play(text=said), {})})
+    else:
+        events = [{"choices": [{"index": 0, "delta": {"content": piece}}]} for piece in pieces]
+        events[0]["id"] = "chat_1"
+        events += [{"choices": [{"delta": {}, "finish_reason": "stop"}]}, "[DONE]"]
+    server.plays(Play(events=events))
+    file = field.text("w.json", streaming_document(server, kind))
+    result = field.json("run", file, env={"KEY": KEY})
+    assert result.code == 0, result.err
+    told = told_pieces(field)
+    assert "".join(told) == said.replace(KEY, "[REDACTED]") == result.data["output"]["ask"]["text"]
+    assert len(told) > 1, "what can be no secret is told while the answer comes"
+    assert_nowhere(field, KEY, result.out, field.json("inspect", result.data["runId"]).out)
+    field.check_clean_end()
+    assert field.json("db", "verify").code == 0
+
+
+def test_what_a_model_says_before_it_is_cut_off(field: Field, server: ModelServer) -> None:
+    pieces = [*"it is ", *KEY[:-1]]
+    events = [{"choices": [{"index": 0, "delta": {"content": piece}}]} for piece in pieces]
+    server.plays(Play(events=events))
+    result = field.json("run", field.text("w.json", streaming_document(server, "openai_compatible")), env={"KEY": KEY})
+    assert result.code == 3, "nobody knows the whole answer"
+    assert "".join(told_pieces(field)) == "it is "
+    assert_nowhere(field, KEY[:-1], result.out)
+    field.check_clean_end(uncertain=True)
+
+
+def streaming_document(server: ModelServer, kind: str) -> str:
+    return document(
+        [{"id": "ask", "uses": "agent:a", "with": {"prompt": "hello"}}],
+        providers={"p": {"kind": kind, "endpoint": server.url, "credential": {"env": "KEY"}}},
+        agents={"a": {"provider": "p", "model": "m", "instructions": "x", "stream": True}},
+    )
 
 
 def test_check_mode_starts_no_command_for_a_secret(field: Field) -> None:

@@ -318,6 +318,11 @@ async def _open(
     await session.send_notification(InitializedNotification())
     at_work["method"] = "tools/list"
     tool = await _find_tool(call, session)
+    try:
+        # Its JSON form says null for these, so two different tools would have one digest.
+        _require_finite(tool.model_dump(mode="python"))
+    except JsonError as error:
+        raise _Problem(TaskFault("mcp_malformed", f"the tool {call.tool!r}: {error.message}")) from error
     digest = _tool_digest(tool)
     if state.tool_digest is not None and state.tool_digest != digest:
         details = {"before": state.tool_digest, "now": digest}
