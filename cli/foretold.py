@@ -112,6 +112,7 @@ def resume_plan(store: Store, views: Views, run_id: str) -> dict[str, Any]:
         "openTasks": open_tasks,
         "pendingApprovals": [item["approvalId"] for item in status["pendingApprovals"]],
         "uncertainEffects": [item["effectId"] for item in status["uncertainEffects"]],
+        "noFreshAttempt": views.barred(run_id),
         "drivenBy": run.driver,
     }
 
@@ -124,5 +125,16 @@ def show_resume(out: Printer, data: dict[str, Any]) -> None:
     show_list(out, "goes on:", [f"{item['taskId']} ({item['state']})" for item in data["openTasks"]])
     show_list(out, "waits for the answer of a person:", data["pendingApprovals"])
     show_list(out, "nobody knows whether these effects happened; they are not sent again:", data["uncertainEffects"])
+    for fails, title in (
+        (True, "fails, since a fresh attempt would repeat what must not be done twice:"),
+        (False, "fails if its uncertain effect did not happen, as a fresh attempt would repeat others:"),
+    ):
+        show_list(out, title, [_barred(item) for item in data["noFreshAttempt"] if item["fails"] is fails])
     if data["drivenBy"] is not None:
         out.line(f"{clean(data['drivenBy'])} drives it; it would be followed")
+
+
+def _barred(item: dict[str, Any]) -> str:
+    names = ", ".join(name[:12] for name in item["standingEffects"][:5])
+    more = len(item["standingEffects"]) - 5
+    return f"{item['taskId']} (has done {names}{f' and {more} more' if more > 0 else ''})"

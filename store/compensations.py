@@ -10,7 +10,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from hashlib import sha256
 from typing import Any
 
-from . import audit, reconciliations, runs
+from . import audit, conclusions, reconciliations, runs
 from .canonical import canonical, loads
 from .clock import Clock
 from .database import Connection, Database, all_rows
@@ -334,7 +334,7 @@ def conclude_batch(tx: Connection, run: Run, undone: Sequence[tuple[int, Sequenc
         row = tx.execute(
             "SELECT e.effect_id, e.task_id FROM attempts a JOIN effects e ON e.attempt_id = a.attempt_id "  # noqa: S608
             f"WHERE a.task_no = ? AND e.effect_class {_CHANGES} AND "
-            f"(e.confirmed = 1 OR {reconciliations.latest_sql('status', 'e.effect_id')} = 'applied') "
+            f"(e.confirmed = 1 OR {conclusions.latest_sql('status', 'e.effect_id')} = 'applied') "
             "ORDER BY a.number DESC, e.ordinal DESC LIMIT 1",
             (run.first_task + position,),
         ).fetchone()
@@ -410,9 +410,9 @@ def _earlier(tx: Connection, run_id: str) -> Iterator[EarlierRun]:
 
 def _effects(tx: Connection, run: Run) -> list[EffectFact]:
     """All effects of a run that may have changed something, in the order of task, attempt and ordinal."""
-    status = reconciliations.latest_sql("status", "e.effect_id")
-    inverse = reconciliations.latest_sql("compensation_effect_id", "e.effect_id")
-    said = reconciliations.latest_sql("status", inverse)
+    status = conclusions.latest_sql("status", "e.effect_id")
+    inverse = conclusions.latest_sql("compensation_effect_id", "e.effect_id")
+    said = conclusions.latest_sql("status", inverse)
     return [
         EffectFact(name, task, ordinal, operation, kind, state, bool(confirmed), dispatches, *said_of)
         for name, task, ordinal, operation, kind, state, confirmed, dispatches, *said_of in tx.execute(
@@ -428,7 +428,7 @@ def _effects(tx: Connection, run: Run) -> list[EffectFact]:
 
 def _taken_over(tx: Connection, run: Run) -> Iterator[TakenOver]:
     """Effects that reused tasks go back to, in the order of the tasks, and that may have changed something."""
-    status = reconciliations.latest_sql("status", "e.effect_id")
+    status = conclusions.latest_sql("status", "e.effect_id")
     for task_id, effect_id, owner in tx.execute(
         "SELECT t.task_id, json_extract(j.value, '$.effectId'), e.run_id "  # noqa: S608
         # A damaged text is found by whoever verifies the run; here it must not keep anybody from getting there.

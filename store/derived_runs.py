@@ -12,7 +12,7 @@ import json
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
-from . import audit, compensations, reconciliations, runs, seals
+from . import audit, compensations, conclusions, runs, seals
 from .canonical import canonical, text_digest
 from .compensations import Undoing
 from .database import Connection, all_rows
@@ -232,7 +232,7 @@ def _tasks(tx: Connection, run: Run, told: dict[str, Any]) -> Iterator[SourceTas
         yield SourceTask(*(*row, known[2], told["artifacts"].get(position)))
 
 
-_CONCLUSION = reconciliations.latest_sql("status", "e.effect_id")
+_CONCLUSION = conclusions.latest_sql("status", "e.effect_id")
 
 
 def _effects(tx: Connection, run: Run) -> Iterator[SourceEffect]:
@@ -254,7 +254,7 @@ def _continued(tx: Connection, run: Run, told: dict[str, str]) -> Iterator[tuple
         "JOIN tasks t ON t.task_no = a.task_no AND t.attempt = a.number AND t.state IN ('failed', 'cancelled') "
         "WHERE c.run_id = ? AND c.status = 'applied' "
         "AND json_extract(c.evidence_json, '$.kind') = 'protocol_observation' AND c.reconciliation_no = "
-        f"{reconciliations.latest_sql('reconciliation_no', 'e.effect_id')}",
+        f"{conclusions.latest_sql('reconciliation_no', 'e.effect_id')}",
         (run.run_id,),
     ):
         yield task_id, ContinuedCall(effect_id, result, told.get(effect_id))
