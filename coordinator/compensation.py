@@ -315,6 +315,13 @@ class _Planner:
             except TaskFault as fault:
                 message = f"the input of the compensation cannot be rendered: {fault.message}"
                 found.blocked.append(Block(task.id, None, "compensation_input_unavailable", message))
+                return
+            attempts = {effect.attempt for effect in effects if effect.effect_id in undo}
+            if len(attempts) > 1:
+                found.warnings.append(
+                    f"one inverse action of {task.id} stands for {len(undo)} effects of {len(attempts)} attempts: "
+                    "all of them count as undone when it has succeeded"
+                )
 
     def _leant_on(self, task: CompiledTask, undo: Sequence[str], found: CompensationPlan) -> bool:
         """Block a task on which a run that goes on stands, and warn of one that has succeeded."""

@@ -41,6 +41,7 @@ class EffectFact:
 
     effect_id: str
     task_id: str
+    attempt: int
     ordinal: int
     operation: str
     effect_class: str
@@ -486,9 +487,9 @@ def _effects(tx: Connection, run: Run) -> list[EffectFact]:
     inverse = conclusions.latest_sql("compensation_effect_id", "e.effect_id")
     said = conclusions.latest_sql("status", inverse)
     return [
-        EffectFact(name, task, ordinal, operation, kind, state, bool(confirmed), dispatches, *said_of)
-        for name, task, ordinal, operation, kind, state, confirmed, dispatches, *said_of in tx.execute(
-            "SELECT e.effect_id, e.task_id, e.ordinal, e.operation, e.effect_class, e.status, e.confirmed, "  # noqa: S608
+        EffectFact(name, task, attempt, ordinal, operation, kind, state, bool(confirmed), dispatches, *said_of)
+        for name, task, attempt, ordinal, operation, kind, state, confirmed, dispatches, *said_of in tx.execute(
+            "SELECT e.effect_id, e.task_id, e.attempt, e.ordinal, e.operation, e.effect_class, e.status, e.confirmed, "  # noqa: S608
             f"e.dispatches, {status}, {inverse}, {said} "
             "FROM attempts a JOIN effects e ON e.attempt_id = a.attempt_id "
             f"WHERE a.task_no BETWEEN ? AND ? AND a.run_id = ? AND e.effect_class {_CHANGES} "

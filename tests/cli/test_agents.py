@@ -666,3 +666,16 @@ def test_a_call_that_may_be_repeated_takes_no_payment_with_it(talk: Talk) -> Non
     assert (answer.code, answer.data["state"]) == (4, "failed")
     assert paid(talk) == ["paid", "again"]
     assert talk.error()["retryable"] is False
+
+
+def test_one_inverse_action_for_several_attempts_is_told(talk: Talk) -> None:
+    value = shells(pay="at_most_once", retry_safe=True)
+    refund = {"uses": "action:other", "with": {"args": ["-c", "echo refund >> out/ledger"]}}
+    value["spec"]["tasks"][0] |= {"retry": {"maxAttempts": 3, "backoffMs": 0}, "compensate": refund}
+    busy = {"fail": {"status": 503}, "times": 1, "text": "done"}
+    assert talk.run(value, [PAY, busy]).code == 0
+    assert paid(talk) == ["paid", "paid"]
+    plan = talk.site.ask("compensate", "@latest", "--plan").data
+    assert len(plan["tasks"][0]["sourceEffectIds"]) == 2
+    [warning] = plan["warnings"]
+    assert warning.startswith("one inverse action of ask stands for 2 effects of 2 attempts")
