@@ -25,7 +25,14 @@ HARMLESS = LEAVES_NO_TRACE | {"model"}
 # -- fork --------------------------------------------------------------------------------------------------------------
 
 
-def fork_plan(views: Views, source: Run, plan: Plan, base: Path, *, interactive: bool) -> dict[str, Any]:
+def fork_warnings(store: Store, source: Run, plan: Plan) -> list[str]:
+    """What else was made from the source, and has done what must not be repeated."""
+    from agentctl.coordinator.recovery_plan import done_before
+
+    return list(done_before(store.done_elsewhere(source.run_id), plan.tasks))
+
+
+def fork_plan(store: Store, views: Views, source: Run, plan: Plan, base: Path, *, interactive: bool) -> dict[str, Any]:
     """ForkPlan: everything is executed; `repeatedEffects` are those of the source that are not safe to do twice."""
     from agentctl.coordinator.fresh_work import fresh_work
 
@@ -45,6 +52,7 @@ def fork_plan(views: Views, source: Run, plan: Plan, base: Path, *, interactive:
         "tasks": list(plan.order),
         **fresh_work(plan, list(plan.tasks.values()), interactive=interactive),
         "repeatedEffects": repeated,
+        "warnings": fork_warnings(store, source, plan),
     }
 
 
@@ -58,6 +66,8 @@ def show_fork(out: Printer, data: dict[str, Any]) -> None:
         number = counted(len(data["repeatedEffects"]), "effect")
         out.line(f"{out.paint('warning', 'yellow')}: {number} of {data['sourceRunId']} will be done once more:")
         show_list(out, "", [f"{item['taskId']} ({item['status']})" for item in data["repeatedEffects"]])
+    for text in data["warnings"]:
+        out.line(f"{out.paint('warning', 'yellow')}: {clean(text)}")
 
 
 # -- replay ------------------------------------------------------------------------------------------------------------

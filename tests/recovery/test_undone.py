@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 import pytest
@@ -450,3 +451,41 @@ def test_an_automatic_compensation_waits_for_a_run_that_goes_on(place: Place, un
     assert place.json("resume", source).code == 4
     assert undo.done() == ["a"]
     assert place.scalar("SELECT COUNT(*) FROM compensations_due") == 0
+
+
+# -- what others have done, too ----------------------------------------------------------------------------------------
+
+
+def test_a_second_retry_is_told_of_the_first_one(place: Place, undo: Undo) -> None:
+    source = two(undo)
+    assert place.plan("retry", "work.yaml", source, "--failed")["warnings"] == []
+    place.text("ok", "")
+    assert place.json("retry", "work.yaml", source, "--failed").code == 0
+    [(first, _)] = undo.derived(source, "retry")
+    [warning] = place.plan("retry", "work.yaml", source, "--failed")["warnings"]
+    assert warning == f"{first} (succeeded) has done this part, too, which must not be repeated: b"
+    assert place.plan("repair", "work.yaml", source, "--from", "b")["warnings"] == [warning]
+    assert place.json("fork", source, "--plan").data["warnings"] == [warning]
+    again = place.json("retry", "work.yaml", source, "--failed")
+    assert again.code == 0, "a person may want it"
+    assert warning in again.err
+    assert undo.notes() == ["a", "b", "b"]
+
+
+def test_a_second_retry_is_told_of_one_that_goes_on_and_of_a_fork(place: Place, undo: Undo) -> None:
+    source = two(undo)
+    third = {"id": "c", "uses": "action:do", "needs": ["b"], "with": undo.arguments("exit 0", "c")}
+    source = undo.failed([*json.loads((place.folder / "work.yaml").read_text())["spec"]["tasks"], third])
+    made, process = alive(place, undo, source)
+    assert place.plan("retry", "work.yaml", source, "--failed")["warnings"] == [
+        f"{made} (running) has done this part, too, which must not be repeated: b",
+        f"{made} (running) has not ended, and executes the same part: c",
+    ]
+    end(place, made, process)
+    (place.folder / "slow").unlink()
+    assert place.json("fork", source).code == 0
+    [(fork, _)] = undo.derived(source, "fork")
+    warnings = place.plan("retry", "work.yaml", source, "--failed")["warnings"]
+    assert warnings[-1] == f"{fork} (succeeded) has done this part, too, which must not be repeated: b, c"
+    # Nothing of the fork stands on what the source has done.
+    assert undo.rules(source) == []
