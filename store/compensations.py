@@ -339,24 +339,28 @@ def leaning(tx: Connection, run_id: str, undoes: Mapping[str, Sequence[str]]) ->
     found = all_rows(
         tx.execute(
             _MADE_FROM + "SELECT r.run_id, r.state, r.ended_at IS NOT NULL, t.task_id, "  # noqa: S608
-            "json_extract(j.value, '$.effectId') FROM runs r "
-            "JOIN tasks t ON t.task_no BETWEEN r.first_task AND r.first_task + r.task_count - 1 "
-            "AND t.disposition = 'reused' "
-            "JOIN json_each(CASE WHEN json_valid(t.reuse_decision_json) THEN t.reuse_decision_json ELSE '{}' END, "
-            "'$.sourceEffects') j "
             # One that goes on is found though a run between it and the source was removed.
-            "WHERE (r.run_id IN made OR (r.ended_at IS NULL AND r.mode IN ('retry', 'repair'))) "
-            "AND json_extract(j.value, '$.effectId') IN (SELECT value FROM json_each(?2)) "
+            "json_extract(j.value, '$.effectId') FROM (SELECT run_id FROM made UNION ALL SELECT run_id FROM runs "
+            "WHERE ended_at IS NULL AND mode IN ('retry', 'repair') AND run_id NOT IN made) o "
+            # CROSS JOIN fixes the order: these runs and their tasks, and never all tasks there ever were.
+            "CROSS JOIN runs r ON r.run_id = o.run_id "
+            "CROSS JOIN tasks t ON t.task_no BETWEEN r.first_task AND r.first_task + r.task_count - 1 "
+            # The plus keeps SQLite from making an index of all tasks for this.
+            "AND +t.disposition = 'reused' "
+            "CROSS JOIN json_each(CASE WHEN json_valid(t.reuse_decision_json) THEN t.reuse_decision_json "
+            "ELSE '{}' END, '$.sourceEffects') j "
+            "WHERE json_extract(j.value, '$.effectId') IN (SELECT value FROM json_each(?2)) "
             "ORDER BY r.created_at, r.run_id, t.task_no",
             (run_id, effects),
         )
     )
     found += all_rows(
         tx.execute(
-            _MADE_FROM + "SELECT r.run_id, r.state, 0, t.task_id, NULL FROM runs r "  # noqa: S608
-            "JOIN tasks t ON t.task_no BETWEEN r.first_task AND r.first_task + r.task_count - 1 "
-            "AND t.disposition = 'executed' AND t.task_id IN (SELECT value FROM json_each(?2)) "
-            "WHERE r.run_id IN made AND r.ended_at IS NULL ORDER BY r.created_at, r.run_id, t.task_no",
+            _MADE_FROM + "SELECT r.run_id, r.state, 0, t.task_id, NULL FROM made "  # noqa: S608
+            "CROSS JOIN runs r ON r.run_id = made.run_id "
+            "CROSS JOIN tasks t ON t.task_no BETWEEN r.first_task AND r.first_task + r.task_count - 1 "
+            "AND +t.disposition = 'executed' AND +t.task_id IN (SELECT value FROM json_each(?2)) "
+            "WHERE r.ended_at IS NULL ORDER BY r.created_at, r.run_id, t.task_no",
             (run_id, canonical(sorted(undoes))),
         )
     )

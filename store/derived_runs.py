@@ -213,8 +213,10 @@ def done_elsewhere(tx: Connection, run_id: str) -> list[DoneElsewhere]:
         f"AND e.effect_class IN ({_words(MUTATING)}) AND e.idempotency NOT IN ({_words(REPEATABLE_IDEMPOTENCY)}) "
         f"AND COALESCE({_CONCLUSION}, CASE WHEN e.status IN ('started', 'succeeded', 'uncertain') "
         "THEN 'applied' END) = 'applied' ORDER BY a.number, e.ordinal LIMIT 1) AS effect "
-        "FROM runs r JOIN tasks t ON t.task_no BETWEEN r.first_task AND r.first_task + r.task_count - 1 "
-        "AND t.disposition = 'executed' WHERE r.run_id IN made AND r.run_id <> ?1 "
+        # CROSS JOIN and plus: the tasks of these runs are looked at, and no index of all tasks is made.
+        "FROM made CROSS JOIN runs r ON r.run_id = made.run_id "
+        "CROSS JOIN tasks t ON t.task_no BETWEEN r.first_task AND r.first_task + r.task_count - 1 "
+        "AND +t.disposition = 'executed' WHERE r.run_id <> ?1 "
         "AND (effect IS NOT NULL OR (r.ended_at IS NULL AND t.ended_at IS NULL)) "
         "ORDER BY r.created_at, r.run_id, t.task_no",
         (run_id,),
