@@ -126,6 +126,7 @@ def _outcome(store: Store, found: CompensationPlan, run_id: str | None) -> dict[
         "pendingApprovals": [],
         "blocked": [block.as_json() for block in found.blocked],
         "elsewhere": found.elsewhere_as_json(),
+        "warnings": found.warnings,
     }
     if run_id is not None:
         run = store.get_run(run_id)
@@ -181,6 +182,14 @@ def _plan_for_people(out: Printer, found: CompensationPlan, note: str = "") -> N
         out.line("blocked:")
         _blocked_for_people(out, data["blocked"])
     _elsewhere_for_people(out, data["elsewhere"])
+    _warnings_for_people(out, data["warnings"])
+
+
+def _warnings_for_people(out: Printer, warnings: list[str]) -> None:
+    for text in warnings[:SHOWN]:
+        out.line(f"{out.paint('warning', 'yellow')}: {clean(text)}")
+    if len(warnings) > SHOWN:
+        out.line(f"  and {len(warnings) - SHOWN} more")
 
 
 def _outcome_for_people(out: Printer, data: dict[str, Any], tasks: tuple[str, ...], note: str = "") -> None:
@@ -212,6 +221,7 @@ def _outcome_for_people(out: Printer, data: dict[str, Any], tasks: tuple[str, ..
         out.line("blocked:")
         _blocked_for_people(out, data["blocked"])
     _elsewhere_for_people(out, data["elsewhere"])
+    _warnings_for_people(out, data["warnings"])
     step = _next_step(data, tasks)
     if step is not None:
         out.line(f"next: {step}")

@@ -17,6 +17,7 @@ from .render import Printer, clean, when
 from .run import ACTOR, open_store, views_of, warn_undriven
 
 SHOWN_INPUT = 2000
+SHOWN_STANDING = 5
 
 _actor_option = click.option("--actor", default=ACTOR, metavar="NAME", help="Who decides; kept in the audit trail.")
 
@@ -223,8 +224,9 @@ def effects_reconcile(
 ) -> None:
     """Say what became of an uncertain effect. It is appended, never changed, and the run goes on with it.
 
-    applied: the task has the given result. not-applied: a fresh attempt follows. Exit 3 when the policy wants
-    --approved, 5 when the effect is still in flight or something else was said before.
+    applied: the task has the given result. not-applied: a fresh attempt follows, unless it would repeat what else the
+    task has done and must not be done twice: then the task fails. Exit 3 when the policy wants --approved, 5 when the
+    effect is still in flight or something else was said before.
     """
     from agentctl.coordinator.reconciliation import Conclusion, reconcile
     from agentctl.store.clock import SystemIds
@@ -255,10 +257,20 @@ def effects_reconcile(
             approved,
         )
         made, run_id = reconcile(store, views.effect(effect_id)["effect"], conclusion, SystemIds(store.clock))
-        data: dict[str, Any] = views.reconciliation(made)
+        stands = views.failed_by(effect_id)
+        data: dict[str, Any] = {**views.reconciliation(made), "standingEffects": stands}
         diagnostics = warn_undriven(settings, store, run_id)
 
     def human(out: Printer) -> None:
         out.line(f"effect {effect_id[:12]} of {run_id} is reconciled: {status}")
+        if stands:
+            shown = ", ".join(name[:12] for name in stands[:SHOWN_STANDING])
+            more = f" and {len(stands) - SHOWN_STANDING} more" if len(stands) > SHOWN_STANDING else ""
+            out.line(f"no fresh attempt follows, its task fails: it would repeat {shown}{more}, which happened and")
+            out.line("must not be done twice")
+            out.line(
+                f"next: when {run_id} has ended, `agentctl compensate {run_id}` undoes what declares how, "
+                f"and `agentctl fork {run_id}` does everything once more"
+            )
 
     Printer(settings).result("EffectReconciliation", data, human, diagnostics)

@@ -25,7 +25,14 @@ HARMLESS = LEAVES_NO_TRACE | {"model"}
 # -- fork --------------------------------------------------------------------------------------------------------------
 
 
-def fork_plan(views: Views, source: Run, plan: Plan, base: Path, *, interactive: bool) -> dict[str, Any]:
+def fork_warnings(store: Store, source: Run, plan: Plan) -> list[str]:
+    """What else was made from the source, and has done what must not be repeated."""
+    from agentctl.coordinator.recovery_plan import done_before
+
+    return list(done_before(store.done_elsewhere(source.run_id), plan.tasks))
+
+
+def fork_plan(store: Store, views: Views, source: Run, plan: Plan, base: Path, *, interactive: bool) -> dict[str, Any]:
     """ForkPlan: everything is executed; `repeatedEffects` are those of the source that are not safe to do twice."""
     from agentctl.coordinator.fresh_work import fresh_work
 
@@ -45,6 +52,7 @@ def fork_plan(views: Views, source: Run, plan: Plan, base: Path, *, interactive:
         "tasks": list(plan.order),
         **fresh_work(plan, list(plan.tasks.values()), interactive=interactive),
         "repeatedEffects": repeated,
+        "warnings": fork_warnings(store, source, plan),
     }
 
 
@@ -58,6 +66,8 @@ def show_fork(out: Printer, data: dict[str, Any]) -> None:
         number = counted(len(data["repeatedEffects"]), "effect")
         out.line(f"{out.paint('warning', 'yellow')}: {number} of {data['sourceRunId']} will be done once more:")
         show_list(out, "", [f"{item['taskId']} ({item['status']})" for item in data["repeatedEffects"]])
+    for text in data["warnings"]:
+        out.line(f"{out.paint('warning', 'yellow')}: {clean(text)}")
 
 
 # -- replay ------------------------------------------------------------------------------------------------------------
@@ -112,6 +122,7 @@ def resume_plan(store: Store, views: Views, run_id: str) -> dict[str, Any]:
         "openTasks": open_tasks,
         "pendingApprovals": [item["approvalId"] for item in status["pendingApprovals"]],
         "uncertainEffects": [item["effectId"] for item in status["uncertainEffects"]],
+        "noFreshAttempt": views.barred(run_id),
         "drivenBy": run.driver,
     }
 
@@ -124,5 +135,16 @@ def show_resume(out: Printer, data: dict[str, Any]) -> None:
     show_list(out, "goes on:", [f"{item['taskId']} ({item['state']})" for item in data["openTasks"]])
     show_list(out, "waits for the answer of a person:", data["pendingApprovals"])
     show_list(out, "nobody knows whether these effects happened; they are not sent again:", data["uncertainEffects"])
+    for fails, title in (
+        (True, "fails, since a fresh attempt would repeat what must not be done twice:"),
+        (False, "fails if its uncertain effect did not happen, as a fresh attempt would repeat others:"),
+    ):
+        show_list(out, title, [_barred(item) for item in data["noFreshAttempt"] if item["fails"] is fails])
     if data["drivenBy"] is not None:
         out.line(f"{clean(data['drivenBy'])} drives it; it would be followed")
+
+
+def _barred(item: dict[str, Any]) -> str:
+    names = ", ".join(name[:12] for name in item["standingEffects"][:5])
+    more = len(item["standingEffects"]) - 5
+    return f"{item['taskId']} (has done {names}{f' and {more} more' if more > 0 else ''})"

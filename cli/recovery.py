@@ -340,14 +340,16 @@ def fork(
         base = workspace_of(workspace, parent.base_path, run_id)
         plan = Plan.from_json(loads(documents.plan_json))
         preflight(loads(documents.workflow_json), plan, base, offline=settings.offline)
-        if only_plan:
-            from .foretold import fork_plan, show_fork
+        from .foretold import fork_plan, fork_warnings, show_fork
 
-            data = fork_plan(views_of(store), parent, plan, base, interactive=interactive)
+        if only_plan:
+            data = fork_plan(store, views_of(store), parent, plan, base, interactive=interactive)
             Printer(settings).result("ForkPlan", data, lambda out: show_fork(out, data))
             return
         if json.loads(store.run_settings(run_id)[0]).get("keepsArtifacts"):
             store.artifacts.blobs.require_writable()
+        for text in fork_warnings(store, parent, plan):
+            warn(settings, text)
         with signals_held():
             made = fork_run(
                 store,

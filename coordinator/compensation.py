@@ -43,6 +43,12 @@ TRIES = 5
 """How often a plan is made anew when something has changed before its run could be created."""
 
 
+LIVE_RUN = "live_derived_run"
+"""The rule of what is not undone while a retry or repair that has not ended stands on it."""
+
+SHOWN = 5
+
+
 @dataclass(frozen=True, slots=True)
 class Block:
     """Why something is not undone (rules: contract 5.7). `task_id` is `*` for the whole plan."""
@@ -77,7 +83,7 @@ class CompensationPlan:
     """What a compensation would do, in its order. `selected` are the tasks that were looked at.
 
     `elsewhere` is what stands behind tasks that the run has taken over and not executed: it is undone where it was
-    done.
+    done. `warnings` are what a person should know.
     """
 
     source_run_id: str
@@ -87,6 +93,12 @@ class CompensationPlan:
     blocked: list[Block] = field(default_factory=list)
     already: list[str] = field(default_factory=list)
     elsewhere: list[TakenOver] = field(default_factory=list)
+    warnings: list[str] = field(default_factory=list)
+
+    @property
+    def waits(self) -> Block | None:
+        """The first block that goes by itself, when another run has ended."""
+        return next((block for block in self.blocked if block.rule == LIVE_RUN), None)
 
     @property
     def executable(self) -> bool:
@@ -114,6 +126,7 @@ class CompensationPlan:
             "blocked": [block.as_json() for block in self.blocked],
             "alreadyCompensatedEffects": self.already,
             "elsewhere": self.elsewhere_as_json(),
+            "warnings": self.warnings,
         }
 
     def elsewhere_as_json(self) -> list[dict[str, Any]]:
@@ -164,13 +177,20 @@ def start_compensation(
     One durable transaction creates it, and only on what the plan was made from; two that compensate the same run at
     once make one run. With `automatic` a run is made only while somebody has to start it (`compensations.due`), and
     that is over when it has been made, or when there is nothing to do. Raises as `plan_compensation`, and
-    `ConflictError`, with nothing made, when others change the source again and again meanwhile.
+    `ConflictError`, with nothing made, when others change the source again and again meanwhile; with `automatic` also
+    while a retry or repair that goes on stands on what would be undone: then it stays due.
     """
     compensations = Compensations(store.database, store.clock)
     for _ in range(TRIES):
         found, source, plan = plan_compensation(store, run_id, tasks)
         if automatic and not compensations.is_due(run_id):
             return found, None
+        if automatic and found.waits is not None:
+            raise ConflictError(
+                f"it stays due: {found.waits.message}",
+                remedy=f"when that has ended, a live coordinator starts it, or `agentctl resume {run_id}`",
+                run_id=run_id,
+            )
         if not found.executable:
             if automatic and not any(block.rule == "compensation_in_progress" for block in found.blocked):
                 compensations.give_up(run_id, blocked=len(found.blocked), actor=actor)
@@ -180,9 +200,11 @@ def start_compensation(
         )
         if before is not None:
             before(workflow, inverse, new.base_path)
+        # What is left because another run goes on is left to the automatic one, if that is due.
+        everything = not tasks and found.waits is None
         faults.reach("before_compensation")
         try:
-            created = compensations.create(new, source.basis, automatic=automatic, everything=not tasks)
+            created = compensations.create(new, source.basis, automatic=automatic, everything=everything)
         except RunMoved as moved:
             log.info("%s", moved.message)
             continue
@@ -287,12 +309,40 @@ class _Planner:
                 block = _doubt(effect, effects[place + 1 :], "source")
             if block is not None:
                 found.blocked.append(Block(task.id, effect.effect_id, *block))
-        if undo:
+        if undo and not self._leant_on(task, undo, found):
             try:
                 found.inverses.append(Inverse(task.id, tuple(undo), self._input(task, declared), declared))
             except TaskFault as fault:
                 message = f"the input of the compensation cannot be rendered: {fault.message}"
                 found.blocked.append(Block(task.id, None, "compensation_input_unavailable", message))
+                return
+            attempts = {effect.attempt for effect in effects if effect.effect_id in undo}
+            if len(attempts) > 1:
+                found.warnings.append(
+                    f"one inverse action of {task.id} stands for {len(undo)} effects of {len(attempts)} attempts: "
+                    "all of them count as undone when it has succeeded"
+                )
+
+    def _leant_on(self, task: CompiledTask, undo: Sequence[str], found: CompensationPlan) -> bool:
+        """Block a task on which a run that goes on stands, and warn of one that has succeeded."""
+        others = [other for other in self._source.leaning if other.concerns(task.id, undo)]
+        for other in others:
+            if not other.ended:
+                how = "executes it once more" if other.effect_id is None else f"has taken over what {task.id} has done"
+                message = (
+                    f"{other.run_id} is {other.state} and {how}; when it has ended, this can be undone "
+                    f"(`agentctl wait {other.run_id}`, or `cancel`)"
+                )
+                found.blocked.append(Block(task.id, other.effect_id, LIVE_RUN, message))
+                return True
+        names = list(dict.fromkeys(other.run_id for other in others if other.state == "succeeded"))
+        if names:
+            more = f" and {len(names) - SHOWN} more" if len(names) > SHOWN else ""
+            found.warnings.append(
+                f"what {task.id} has done is undone under {', '.join(names[:SHOWN])}{more}, which took it over and "
+                "succeeded with it"
+            )
+        return False
 
     def _input(self, task: CompiledTask, declared: dict[str, Any]) -> dict[str, Any]:
         """What the inverse gets: rendered with all that the run has come to. Raises `TaskFault`."""

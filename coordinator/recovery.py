@@ -23,20 +23,27 @@ from agentctl.store.derived_runs import ReusedTask, SourceEffect, SourceRun, Sou
 from agentctl.store.engine import RunSnapshot
 from agentctl.store.errors import AlreadyTerminal, CorruptStore, NotTerminal, TaskFault
 from agentctl.store.records import TASK_METADATA_VERSION, TaskRow
-from agentctl.store.states import REPEATABLE_IDEMPOTENCY
+from agentctl.store.states import MUTATING, REPEATABLE_IDEMPOTENCY
 
 from .fresh_work import fresh_work
 from .plan import MEMORY_WRITERS, CompiledTask, Plan
 from .plan_index import PlanIndex, contract_of
-from .recovery_plan import WORKFLOW, Block, RecoveryPlan, Verdict, being_undone, do_again, find_out, unsafe_remedy
+from .recovery_plan import (
+    WORKFLOW,
+    Block,
+    RecoveryPlan,
+    Verdict,
+    being_undone,
+    do_again,
+    done_before,
+    find_out,
+    unsafe_remedy,
+)
 from .scheduler import Scheduler
 from .submission import refuse_source
 
 BlobCheck = Callable[[str, int], str]
 """Whether the stored bytes of a digest are `ok` (see `Blobs.check`)."""
-
-MUTATING = frozenset({"workspace_mutate", "external_mutate", "process_execution", "network", "remote_agent"})
-"""Classes of effects that may be unsafe to repeat; all others never are (contract 5.6)."""
 
 CHECKS = (
     "outside_rerun_closure",
@@ -651,6 +658,7 @@ class _Planner:
         plan.warnings += self.warnings(fresh, open_ends, not plan.compatible)
 
     def warnings(self, fresh: Sequence[CompiledTask], open_ends: int, blocked: bool) -> Iterable[str]:
+        yield from done_before(self.source.done_elsewhere, self.closure)
         if open_ends and not blocked:
             yield f"{open_ends} effects of the source began and were never confirmed; they are sent again"
         searches = [task.id for task in fresh if str(task.action_kind) in _LONG_TERM_READS]

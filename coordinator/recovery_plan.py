@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from agentctl.store.compensations import Undoing
-from agentctl.store.derived_runs import ReusedTask, SourceEffect, SourceRun, SourceTask
+from agentctl.store.derived_runs import DoneElsewhere, ReusedTask, SourceEffect, SourceRun, SourceTask
 
 from .diagnostics import Diagnostic
 from .plan import Plan
@@ -153,6 +153,28 @@ class RecoveryPlan:
         left = len(self.blocks) - MAX_FINDINGS
         if left > 0:
             yield Diagnostic("blocked", f"and {left} more; `--plan` shows all of them")
+
+
+def done_before(elsewhere: Sequence[DoneElsewhere], tasks: Collection[str]) -> Iterator[str]:
+    """A warning for each other run of the same source that executes some of these tasks, or has.
+
+    What must not be repeated is then done twice, which a person may want (contract 5.6 blocks the source's own only).
+    """
+    runs: dict[tuple[str, str], tuple[list[str], list[str]]] = {}
+    for item in elsewhere:
+        if item.task_id in tasks:
+            done, going_on = runs.setdefault((item.run_id, item.state), ([], []))
+            (going_on if item.effect_id is None else done).append(item.task_id)
+    for (run_id, state), (done, going_on) in runs.items():
+        if done:
+            yield f"{run_id} ({state}) has done this part, too, which must not be repeated: {_some(done)}"
+        if going_on:
+            yield f"{run_id} ({state}) has not ended, and executes the same part: {_some(going_on)}"
+
+
+def _some(names: Sequence[str]) -> str:
+    shown = ", ".join(names[:5])
+    return shown if len(names) <= 5 else f"{shown} and {len(names) - 5} more"
 
 
 def everything_again(source_id: str) -> str:

@@ -284,7 +284,9 @@ class Scheduler:
             )
             if repeatable and done.effect_id is not None:
                 batch.superseded.append(done.effect_id)
-                retryable = True
+                # The call may come again; a conversation that begins anew would repeat the others, too.
+                retryable = not done.bound
+                error = {**error, "retryable": retryable}
             elif self.stopping is None:
                 batch.parked.append(done.attempt_id)
                 batch.waits.append(("waiting_for_effect", None, canonical(error), position))

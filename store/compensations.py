@@ -6,11 +6,11 @@ each (`settle`: one for some conclusions), which may be run again.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from hashlib import sha256
 from typing import Any
 
-from . import audit, reconciliations, runs
+from . import audit, conclusions, reconciliations, runs
 from .canonical import canonical, loads
 from .clock import Clock
 from .database import Connection, Database, all_rows
@@ -41,6 +41,7 @@ class EffectFact:
 
     effect_id: str
     task_id: str
+    attempt: int
     ordinal: int
     operation: str
     effect_class: str
@@ -81,12 +82,31 @@ class TakenOver:
 
 
 @record
+class Leaning:
+    """A task of a retry or repair, made directly or through others, that stands on what the source has done.
+
+    It has taken over the result of `effect_id`. Without one it executes the task once more, while its run goes on: what
+    both have done could not be told apart by an inverse action.
+    """
+
+    run_id: str
+    state: str
+    ended: bool
+    task_id: str
+    effect_id: str | None
+
+    def concerns(self, task_id: str, effect_ids: Collection[str]) -> bool:
+        """Whether undoing these effects of a task of the source touches it."""
+        return self.task_id == task_id if self.effect_id is None else self.effect_id in effect_ids
+
+
+@record
 class CompensationSource:
     """Everything that the plan of a compensation depends on, from one snapshot.
 
     `outputs` are texts by task, `memory` the final values as texts. `taken_over` are effects behind reused tasks that
-    count as not undone. `basis` stands for what may change: the number of
-    compensation runs, and the last conclusion about an effect of any of these runs.
+    count as not undone, `leaning` what others stand on. `basis` stands for what may change: the number of compensation
+    runs, and the last conclusion about an effect of any of these runs.
     """
 
     run: Run
@@ -95,6 +115,7 @@ class CompensationSource:
     memory: dict[str, str]
     effects: list[EffectFact]
     taken_over: list[TakenOver]
+    leaning: list[Leaning]
     earlier: list[EarlierRun]
     basis: tuple[int, int]
 
@@ -137,6 +158,10 @@ class Compensations:
                     memory.pop(key, None)
                 else:
                     memory[key] = value
+            # What a run in check mode records of itself has changed nothing outside.
+            effects = [] if run.mode == "check" else _effects(tx, run)
+            happened = by_task(effect for effect in effects if effect.happened)
+            undoable = {task: [effect.effect_id for effect in found] for task, found in happened.items()}
             return CompensationSource(
                 run,
                 runs.documents(tx, run_id),
@@ -150,9 +175,9 @@ class Compensations:
                     )
                 ),
                 memory,
-                # What a run in check mode records of itself has changed nothing outside.
-                [] if run.mode == "check" else _effects(tx, run),
+                effects,
                 list(_taken_over(tx, run)),
+                leaning(tx, run_id, undoable),
                 earlier,
                 _basis(tx, run_id),
             )
@@ -182,18 +207,24 @@ class Compensations:
     def create(self, new: NewRun, basis: tuple[int, int], *, automatic: bool, everything: bool) -> str:
         """Create the run that undoes what `new.source_run_id` has done; its id. Durable.
 
-        Raises `RunMoved`, with nothing written, when something has changed since `basis` was seen, or when another
-        compensation of the source has not ended. With `automatic` also when nobody has to start it any more.
+        Raises `RunMoved`, with nothing written, when something has changed since `basis` was seen, when another
+        compensation of the source has not ended, or when a run that goes on leans on what would be undone. With
+        `automatic` also when nobody has to start it any more.
         `everything`: it undoes all that can be undone, so nobody has to start another one.
         """
         source_id = new.source_run_id or ""
         digests = runs.document_digests(new.workflow_json, new.plan_json, new.inputs_json, new.settings_json)
+        mapping = loads(new.inputs_json)[MAPPING].values()
+        undoes = {item["sourceTaskId"]: item["sourceEffectIds"] for item in mapping}
         with self._database.write(durable=True) as tx:
             now = self._clock.now()
             if _basis(tx, source_id) != basis:
                 raise RunMoved(f"what is known of {source_id} has changed since this plan was made", run_id=source_id)
             if in_progress(tx, source_id) is not None:
                 raise RunMoved(f"another compensation of {source_id} has not ended", run_id=source_id)
+            for other in leaning(tx, source_id, undoes):
+                if not other.ended:
+                    raise RunMoved(f"{other.run_id} leans on what {source_id} has done", run_id=source_id)
             was_due = False
             if automatic or everything:
                 tx.execute("DELETE FROM compensations_due WHERE run_id = ?", (source_id,))
@@ -290,6 +321,52 @@ def _undoing_of(owner: str, earlier: EarlierRun) -> Iterator[tuple[str, Undoing]
                     yield effect_id, Undoing(owner, how, earlier.run_id, effect.effect_id)
 
 
+_MADE_FROM = (
+    "WITH RECURSIVE made(run_id) AS (SELECT run_id FROM runs WHERE source_run_id = ?1 AND mode IN ('retry', 'repair') "
+    "UNION SELECT r.run_id FROM made m JOIN runs r ON r.source_run_id = m.run_id WHERE r.mode IN ('retry', 'repair')) "
+)
+"""Retries and repairs of a run, and those of theirs."""
+
+
+def leaning(tx: Connection, run_id: str, undoes: Mapping[str, Sequence[str]]) -> list[Leaning]:
+    """What retries and repairs stand on the effects `undoes` (task of this run to effects), oldest run first.
+
+    A run that has ended leans on what it has taken over; one that goes on also executes tasks once more.
+    """
+    if not undoes:
+        return []
+    effects = canonical(sorted(effect for found in undoes.values() for effect in found))
+    found = all_rows(
+        tx.execute(
+            _MADE_FROM + "SELECT r.run_id, r.state, r.ended_at IS NOT NULL, t.task_id, "  # noqa: S608
+            # One that goes on is found though a run between it and the source was removed.
+            "json_extract(j.value, '$.effectId') FROM (SELECT run_id FROM made UNION ALL SELECT run_id FROM runs "
+            "WHERE ended_at IS NULL AND mode IN ('retry', 'repair') AND run_id NOT IN made) o "
+            # CROSS JOIN fixes the order: these runs and their tasks, and never all tasks there ever were.
+            "CROSS JOIN runs r ON r.run_id = o.run_id "
+            "CROSS JOIN tasks t ON t.task_no BETWEEN r.first_task AND r.first_task + r.task_count - 1 "
+            # The plus keeps SQLite from making an index of all tasks for this.
+            "AND +t.disposition = 'reused' "
+            "CROSS JOIN json_each(CASE WHEN json_valid(t.reuse_decision_json) THEN t.reuse_decision_json "
+            "ELSE '{}' END, '$.sourceEffects') j "
+            "WHERE json_extract(j.value, '$.effectId') IN (SELECT value FROM json_each(?2)) "
+            "ORDER BY r.created_at, r.run_id, t.task_no",
+            (run_id, effects),
+        )
+    )
+    found += all_rows(
+        tx.execute(
+            _MADE_FROM + "SELECT r.run_id, r.state, 0, t.task_id, NULL FROM made "  # noqa: S608
+            "CROSS JOIN runs r ON r.run_id = made.run_id "
+            "CROSS JOIN tasks t ON t.task_no BETWEEN r.first_task AND r.first_task + r.task_count - 1 "
+            "AND +t.disposition = 'executed' AND +t.task_id IN (SELECT value FROM json_each(?2)) "
+            "WHERE r.ended_at IS NULL ORDER BY r.created_at, r.run_id, t.task_no",
+            (run_id, canonical(sorted(undoes))),
+        )
+    )
+    return [Leaning(name, state, bool(ended), task, effect) for name, state, ended, task, effect in found]
+
+
 def by_task(effects: Iterable[EffectFact]) -> dict[str, list[EffectFact]]:
     """The effects of each task, in their order. Pure."""
     found: dict[str, list[EffectFact]] = {}
@@ -334,7 +411,7 @@ def conclude_batch(tx: Connection, run: Run, undone: Sequence[tuple[int, Sequenc
         row = tx.execute(
             "SELECT e.effect_id, e.task_id FROM attempts a JOIN effects e ON e.attempt_id = a.attempt_id "  # noqa: S608
             f"WHERE a.task_no = ? AND e.effect_class {_CHANGES} AND "
-            f"(e.confirmed = 1 OR {reconciliations.latest_sql('status', 'e.effect_id')} = 'applied') "
+            f"(e.confirmed = 1 OR {conclusions.latest_sql('status', 'e.effect_id')} = 'applied') "
             "ORDER BY a.number DESC, e.ordinal DESC LIMIT 1",
             (run.first_task + position,),
         ).fetchone()
@@ -410,13 +487,13 @@ def _earlier(tx: Connection, run_id: str) -> Iterator[EarlierRun]:
 
 def _effects(tx: Connection, run: Run) -> list[EffectFact]:
     """All effects of a run that may have changed something, in the order of task, attempt and ordinal."""
-    status = reconciliations.latest_sql("status", "e.effect_id")
-    inverse = reconciliations.latest_sql("compensation_effect_id", "e.effect_id")
-    said = reconciliations.latest_sql("status", inverse)
+    status = conclusions.latest_sql("status", "e.effect_id")
+    inverse = conclusions.latest_sql("compensation_effect_id", "e.effect_id")
+    said = conclusions.latest_sql("status", inverse)
     return [
-        EffectFact(name, task, ordinal, operation, kind, state, bool(confirmed), dispatches, *said_of)
-        for name, task, ordinal, operation, kind, state, confirmed, dispatches, *said_of in tx.execute(
-            "SELECT e.effect_id, e.task_id, e.ordinal, e.operation, e.effect_class, e.status, e.confirmed, "  # noqa: S608
+        EffectFact(name, task, attempt, ordinal, operation, kind, state, bool(confirmed), dispatches, *said_of)
+        for name, task, attempt, ordinal, operation, kind, state, confirmed, dispatches, *said_of in tx.execute(
+            "SELECT e.effect_id, e.task_id, e.attempt, e.ordinal, e.operation, e.effect_class, e.status, e.confirmed, "  # noqa: S608
             f"e.dispatches, {status}, {inverse}, {said} "
             "FROM attempts a JOIN effects e ON e.attempt_id = a.attempt_id "
             f"WHERE a.task_no BETWEEN ? AND ? AND a.run_id = ? AND e.effect_class {_CHANGES} "
@@ -428,7 +505,7 @@ def _effects(tx: Connection, run: Run) -> list[EffectFact]:
 
 def _taken_over(tx: Connection, run: Run) -> Iterator[TakenOver]:
     """Effects that reused tasks go back to, in the order of the tasks, and that may have changed something."""
-    status = reconciliations.latest_sql("status", "e.effect_id")
+    status = conclusions.latest_sql("status", "e.effect_id")
     for task_id, effect_id, owner in tx.execute(
         "SELECT t.task_id, json_extract(j.value, '$.effectId'), e.run_id "  # noqa: S608
         # A damaged text is found by whoever verifies the run; here it must not keep anybody from getting there.

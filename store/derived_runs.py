@@ -12,13 +12,14 @@ import json
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
-from . import audit, compensations, reconciliations, runs, seals
+from . import audit, compensations, conclusions, runs, seals
 from .canonical import canonical, text_digest
 from .compensations import Undoing
 from .database import Connection, all_rows
 from .errors import ConflictError, CorruptStore, NotFoundError
 from .faults import Faults
 from .records import Event, NewRun, Run, RunDocuments, record
+from .states import MUTATING, REPEATABLE_IDEMPOTENCY
 from .verification import rebuild
 
 
@@ -75,6 +76,20 @@ class ContinuedCall:
 
 
 @record
+class DoneElsewhere:
+    """What another run made from the same source has done of a task, or goes on to do.
+
+    `effect_id` is an effect that may have happened and must not be repeated; without one the run has not ended, and
+    executes the task.
+    """
+
+    run_id: str
+    state: str
+    task_id: str
+    effect_id: str | None
+
+
+@record
 class SourceHead:
     """How far the history of a run had come: whatever happens to it afterwards changes this."""
 
@@ -91,7 +106,8 @@ class SourceRun:
     those that tasks depend on which were reused before. `memory` are the values that each position has written to
     working memory, as the chain tells; `references` are (path, digest, size) of the artifacts of each task. `continued`
     are calls by the tasks that have ended without their result. `undoing` are effects, by id, that a compensation of
-    this run or of an earlier one may undo or have undone.
+    this run or of an earlier one may undo or have undone. `done_elsewhere` is what was made from it before, and has
+    done.
     """
 
     run: Run
@@ -104,6 +120,7 @@ class SourceRun:
     references: dict[str, list[tuple[str, str, int]]]
     continued: dict[str, ContinuedCall]
     undoing: dict[str, Undoing]
+    done_elsewhere: list[DoneElsewhere]
 
 
 @record
@@ -171,7 +188,44 @@ def read_source(tx: Connection, run_id: str) -> SourceRun:
         references,
         dict(_continued(tx, run, told["results"])),
         compensations.undoing(tx, [run_id, *sorted(owners - {run_id})]),
+        done_elsewhere(tx, run_id),
     )
+
+
+_MADE_FROM = (
+    "WITH RECURSIVE made(run_id) AS (SELECT ?1 UNION "
+    "SELECT r.run_id FROM made m JOIN runs r ON r.source_run_id = m.run_id WHERE r.mode IN ('retry', 'repair') UNION "
+    "SELECT r.run_id FROM made m JOIN runs r ON r.parent_run_id = m.run_id WHERE r.mode = 'fork') "
+)
+"""A run, its retries, repairs and forks, and those of these."""
+
+
+def done_elsewhere(tx: Connection, run_id: str) -> list[DoneElsewhere]:
+    """What runs made from this one have done that must not be repeated, or go on to do, oldest run first.
+
+    For whoever makes a further one: nothing forbids it, but the same part is executed once more (contract 5.6).
+    """
+    found = tx.execute(
+        _MADE_FROM + "SELECT r.run_id, r.state, t.task_id, "  # noqa: S608
+        # One effect stands for all of its task.
+        "(SELECT e.effect_id FROM attempts a JOIN effects e ON e.attempt_id = a.attempt_id "
+        "WHERE a.task_no = t.task_no AND e.superseded = 0 "
+        f"AND e.effect_class IN ({_words(MUTATING)}) AND e.idempotency NOT IN ({_words(REPEATABLE_IDEMPOTENCY)}) "
+        f"AND COALESCE({_CONCLUSION}, CASE WHEN e.status IN ('started', 'succeeded', 'uncertain') "
+        "THEN 'applied' END) = 'applied' ORDER BY a.number, e.ordinal LIMIT 1) AS effect "
+        # CROSS JOIN and plus: the tasks of these runs are looked at, and no index of all tasks is made.
+        "FROM made CROSS JOIN runs r ON r.run_id = made.run_id "
+        "CROSS JOIN tasks t ON t.task_no BETWEEN r.first_task AND r.first_task + r.task_count - 1 "
+        "AND +t.disposition = 'executed' WHERE r.run_id <> ?1 "
+        "AND (effect IS NOT NULL OR (r.ended_at IS NULL AND t.ended_at IS NULL)) "
+        "ORDER BY r.created_at, r.run_id, t.task_no",
+        (run_id,),
+    )
+    return [DoneElsewhere(*row) for row in all_rows(found)]
+
+
+def _words(names: Iterable[str]) -> str:
+    return ", ".join(repr(name) for name in sorted(names))
 
 
 def read_documents(tx: Connection, run_id: str) -> tuple[Run, RunDocuments]:
@@ -232,7 +286,7 @@ def _tasks(tx: Connection, run: Run, told: dict[str, Any]) -> Iterator[SourceTas
         yield SourceTask(*(*row, known[2], told["artifacts"].get(position)))
 
 
-_CONCLUSION = reconciliations.latest_sql("status", "e.effect_id")
+_CONCLUSION = conclusions.latest_sql("status", "e.effect_id")
 
 
 def _effects(tx: Connection, run: Run) -> Iterator[SourceEffect]:
@@ -254,7 +308,7 @@ def _continued(tx: Connection, run: Run, told: dict[str, str]) -> Iterator[tuple
         "JOIN tasks t ON t.task_no = a.task_no AND t.attempt = a.number AND t.state IN ('failed', 'cancelled') "
         "WHERE c.run_id = ? AND c.status = 'applied' "
         "AND json_extract(c.evidence_json, '$.kind') = 'protocol_observation' AND c.reconciliation_no = "
-        f"{reconciliations.latest_sql('reconciliation_no', 'e.effect_id')}",
+        f"{conclusions.latest_sql('reconciliation_no', 'e.effect_id')}",
         (run.run_id,),
     ):
         yield task_id, ContinuedCall(effect_id, result, told.get(effect_id))

@@ -70,7 +70,7 @@ from .states import LEAVES_NO_TRACE
 from .wakeups import WakeFolder
 
 if TYPE_CHECKING:
-    from .derived_runs import ReusedTask, SourceHead, SourceRun
+    from .derived_runs import DoneElsewhere, ReusedTask, SourceHead, SourceRun
     from .faults import Faults
 
 log = logging.getLogger(__name__)
@@ -164,6 +164,13 @@ class Store:
 
         with self.database.read() as tx:
             return derived_runs.read_source(tx, run_id)
+
+    def done_elsewhere(self, run_id: str) -> list[DoneElsewhere]:
+        """What runs made from this one have done that must not be repeated; see `derived_runs.done_elsewhere`."""
+        from . import derived_runs
+
+        with self.database.read() as tx:
+            return derived_runs.done_elsewhere(tx, run_id)
 
     def read_verified_documents(self, run_id: str) -> tuple[Run, RunDocuments]:
         """A run and its texts, held to its chain; see `derived_runs.read_documents`."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from . import audit, conversations, ledger, process_identity, processes, protocols, runs
+from . import audit, conversations, ledger, process_identity, processes, protocols, runs, standing
 from .canonical import canonical, text_digest
 from .database import Connection
 from .errors import ConflictError, IncompatibleVersion, NotFoundError
@@ -18,14 +18,6 @@ from .records import EFFECT_FORMAT_VERSION, RECONCILIATION_FORMAT_VERSION, Event
 
 FOLLOWS = {"applied": ("applied", "compensated"), "not_applied": ("not_applied",), "compensated": ("compensated",)}
 """Which conclusion may supersede which; everything else contradicts the one before."""
-
-
-def latest_sql(column: str, effect: str) -> str:
-    """A subquery for one column of the conclusion that counts (see `latest`) about the effect that `effect` names."""
-    return (
-        f"(SELECT c.{column} FROM effect_reconciliations c WHERE c.effect_id = {effect} "  # noqa: S608
-        "ORDER BY c.created_at DESC, c.reconciliation_no DESC LIMIT 1)"
-    )
 
 
 def latest(tx: Connection, effect_id: str) -> tuple[str, str, str | None] | None:
@@ -222,14 +214,9 @@ def _let_task_go_on(
         ).fetchone()
         if row is None:
             return
-        task_no, task_id, number = row
-        tx.execute(
-            "UPDATE tasks SET state = 'running', updated_at = ? WHERE task_no = ? AND state = 'waiting_for_effect'",
-            (now, task_no),
-        )
-        if tx.changes():
-            events.append(Event("task.transition", task_id, '{"from":"waiting_for_effect","to":"running"}'))
-            state["tasks"] = [[task_no - run.first_task, "ready", number, None, None]]
+        _wait_no_more(tx, run, row, events, state, now)
+        return
+    if _is_barred(tx, run, new, attempt_id, events, state, now):
         return
     # Not applied, or undone: a fresh attempt, whatever the retry policy says (contract 4.9).
     row = tx.execute(
@@ -248,6 +235,54 @@ def _let_task_go_on(
     payload = {"attempt": number, "reason": "reconciled", "to": "retry_scheduled"}
     events.append(Event("task.transition", task_id, canonical(payload)))
     state["tasks"] = [[task_no - run.first_task, "retry_scheduled", number, None, "reconciled"]]
+
+
+def _is_barred(
+    tx: Connection,
+    run: Run,
+    new: NewReconciliation,
+    attempt_id: int,
+    events: list[Event],
+    state: dict[str, Any],
+    now: int,
+) -> bool:
+    """End the attempt as failed if a fresh one would repeat what must not be repeated (see `standing`).
+
+    An agent has done more than the step that is in doubt. As if its worker had just said so: the driver commits the
+    failure, and what a person has to decide then is a repair, a fork or a compensation.
+    """
+    waits = tx.execute(
+        "SELECT task_no, task_id, number FROM attempts WHERE attempt_id = ? AND state IN ('waiting', 'finished') "
+        "AND result_effect = ?",
+        (attempt_id, new.effect_id),
+    ).fetchone()
+    if waits is None:
+        return False
+    stands = standing.unrepeatable(tx, run.run_id, waits[0], besides=new.effect_id)
+    if not stands:
+        return False
+    error = canonical(standing.fault(stands, new.effect_id).as_json())
+    tx.execute(
+        "UPDATE attempts SET state = 'finished', queue = 'finished', outcome = 'failed', result_json = NULL, "
+        "error_json = ? WHERE attempt_id = ?",
+        (error, attempt_id),
+    )
+    _wait_no_more(tx, run, waits, events, state, now)
+    return True
+
+
+def _wait_no_more(
+    tx: Connection, run: Run, row: tuple[int, str, int], events: list[Event], state: dict[str, Any], now: int
+) -> None:
+    """The attempt has a result now: the driver commits it with the others."""
+    task_no, task_id, number = row
+    tx.execute(
+        "UPDATE tasks SET state = 'running', updated_at = ? WHERE task_no = ? AND state = 'waiting_for_effect'",
+        (now, task_no),
+    )
+    if tx.changes():
+        events.append(Event("task.transition", task_id, '{"from":"waiting_for_effect","to":"running"}'))
+        state["tasks"] = [[task_no - run.first_task, "ready", number, None, None]]
 
 
 def _is_one_of_many(tx: Connection, effect_id: str) -> bool:

@@ -352,6 +352,8 @@ class FinishedAttempt:
     idempotency: str | None
     artifacts_json: str | None = None
     """The manifest of what it has ingested, or None."""
+    bound: bool = False
+    """It is uncertain, and its task has done other things that must not be repeated: no other attempt follows."""
 
 
 @record

@@ -56,6 +56,8 @@ REPEATABLE_CLASSES = frozenset({"pure", "observe"})
 LEAVES_NO_TRACE = frozenset({"pure", "observe", "internal_state"})
 LOOKS_ONLY = frozenset({"pure", "observe", "model"})
 """Effect classes that change nothing which could be undone (contract 5.7)."""
+MUTATING = frozenset({"workspace_mutate", "external_mutate", "process_execution", "network", "remote_agent"})
+"""Classes of effects that may be unsafe to repeat; all others never are (contract 5.6)."""
 
 
 def may_repeat(effect_class: str, idempotency: str) -> bool:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from . import audit, effects, protocols
+from . import audit, effects, protocols, standing
 from .canonical import canonical
 from .database import Connection, all_rows
 from .errors import LeaseLost
@@ -213,6 +213,7 @@ def finished(
         if len(found) == limit or (found and size > max_bytes):
             return found, True
         attempt_id, task_no, number, outcome, result, error, effect_id, effect_class, idempotency, artifacts = row
+        bound = outcome == "uncertain" and bool(standing.unrepeatable(tx, run_id, task_no, besides=effect_id))
         found.append(
             FinishedAttempt(
                 attempt_id,
@@ -225,6 +226,7 @@ def finished(
                 effect_class,
                 idempotency,
                 artifacts,
+                bound,
             )
         )
     return found, False

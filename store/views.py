@@ -11,7 +11,7 @@ import json
 from collections.abc import Iterator, Sequence
 from typing import Any, TypeAlias
 
-from . import artifacts, audit, ledger, process_identity, processes, protocols, runs
+from . import artifacts, audit, ledger, process_identity, processes, protocols, runs, standing
 from .canonical import text_digest
 from .clock import Clock
 from .conversations import PREFIX
@@ -252,6 +252,24 @@ class Views:
         """EffectReconciliation: one conclusion."""
         with self._database.read() as tx:
             return _reconciliations(tx, "reconciliation_id", reconciliation_id)[0]
+
+    def barred(self, run_id: str) -> list[dict[str, Any]]:
+        """Tasks of a run that can have no fresh attempt, and why; see `standing.barred`."""
+        with self._database.read() as tx:
+            return standing.barred(tx, run_id)
+
+    def failed_by(self, effect_id: str) -> list[str]:
+        """The effects that stand, and that a fresh attempt would repeat, when an effect was said not to have happened.
+
+        Its task fails or has failed then; empty for every other effect.
+        """
+        with self._database.read() as tx:
+            row = tx.execute(
+                "SELECT a.error_json FROM effects e JOIN attempts a ON a.attempt_id = e.attempt_id "
+                "WHERE e.effect_id = ? AND a.result_effect = e.effect_id AND a.outcome = 'failed'",
+                (effect_id,),
+            ).fetchone()
+            return [] if row is None else standing.standing_of(row[0])
 
     def tasks(self, run_id: str, *, limit: int) -> tuple[list[dict[str, Any]], int]:
         """The first tasks of a run in compiled order, without outputs, and the number of all."""

@@ -567,3 +567,115 @@ def test_a_missing_script_is_told_and_nothing_is_sent(talk: Talk) -> None:
     assert talk.run(document([{**ASK, "retry": {"maxAttempts": 3}}])).code == 4
     assert (talk.error()["code"], talk.error()["retryable"]) == ("provider_script", False)
     assert talk.effects() == [("model", "failed", 1)]
+
+
+# -- a fresh attempt after a conclusion --------------------------------------------------------------------------------
+
+PAY = {"toolCalls": [{"name": "pay", "input": {"args": ["-c", "echo paid >> out/ledger"]}}]}
+AGAIN = {"toolCalls": [{"name": "again", "input": {"args": ["-c", "echo again >> out/ledger; exec sleep 60"]}}]}
+LOST = {"fail": "lost", "times": 1, "text": "done"}
+
+
+def shells(*tasks: dict[str, Any], retry_safe: bool = False, **tools: str) -> dict[str, Any]:
+    """A workflow whose agent has these tools: name to idempotency."""
+    actions = {
+        name: {"kind": "builtin.shell.exec", "command": "sh", "idempotency": how}
+        for name, how in {**tools, "other": "at_most_once"}.items()
+    }
+    found = {name: {**shell_tool(name, how), "timeoutSeconds": 1} for name, how in tools.items()}
+    found["pay"]["retrySafe"] = retry_safe
+    return document([ASK, *tasks], tools=found, actions=actions)
+
+
+def paid(talk: Talk) -> list[str]:
+    return (talk.folder / "out" / "ledger").read_text(encoding="utf-8").split()
+
+
+def uncertain(talk: Talk) -> str:
+    sql = "SELECT effect_id FROM effects WHERE status = 'uncertain' ORDER BY effect_no DESC LIMIT 1"
+    return str(scalar(talk.site.store, sql))
+
+
+def say(talk: Talk, effect: str, status: str, *more: str) -> Answer:
+    answer = talk.site.ask("effects", "reconcile", effect, "--status", status, "--reason", "looked", *more)
+    assert answer.code == 0, answer.err
+    return answer
+
+
+def test_a_payment_is_not_repeated_because_a_later_answer_was_lost(talk: Talk) -> None:
+    answer = talk.run(shells(pay="at_most_once"), [PAY, LOST])
+    assert (answer.code, answer.data["reason"]) == (3, "uncertain_effect")
+    [(payment,)] = rows(talk.site.store, "SELECT effect_id FROM effects WHERE operation = 'tool.pay'")
+    lost = uncertain(talk)
+    told = {"taskId": "ask", "effectId": lost, "standingEffects": [payment]}
+    assert talk.site.ask("resume", "@latest", "--plan").data["noFreshAttempt"] == [{**told, "fails": False}]
+    said = say(talk, lost, "not-applied")
+    assert said.data["standingEffects"] == [payment]
+    assert talk.site.ask("resume", "@latest", "--plan").data["noFreshAttempt"] == [{**told, "fails": True}]
+    assert talk.site.ask("db", "verify").code == 0
+    ended = talk.site.ask("resume", "@latest")
+    assert (ended.code, ended.data["state"]) == (4, "failed")
+    error = talk.error()
+    assert (error["code"], error["details"]) == ("not_repeatable", {"effectIds": [payment], "notApplied": lost})
+    assert paid(talk) == ["paid"]
+    [block] = talk.site.ask("retry", "flow.yaml", "@latest", "--failed", "--plan").data["blockedReuse"]
+    assert block["rule"] == "unreconciled_effect"
+
+
+def test_a_payment_whose_author_lets_it_come_again_bars_nothing(talk: Talk) -> None:
+    talk.run(shells(pay="at_most_once", retry_safe=True), [PAY, LOST])
+    assert say(talk, uncertain(talk), "not-applied").data["standingEffects"] == []
+    assert talk.site.ask("resume", "@latest").code == 0
+    assert paid(talk) == ["paid", "paid"]
+
+
+def test_a_payment_that_was_undone_bars_nothing(talk: Talk) -> None:
+    refund = {"id": "refund", "uses": "action:other", "with": {"args": ["-c", "echo refund >> out/ledger"]}}
+    talk.run(shells(refund, pay="at_most_once"), [PAY, LOST])
+    sql = "SELECT effect_id FROM effects WHERE operation = ? ORDER BY effect_no DESC LIMIT 1"
+    payment, inverse = (scalar(talk.site.store, sql, name) for name in ("tool.pay", "builtin.shell.exec"))
+    say(talk, str(payment), "compensated", "--compensation-effect", str(inverse), "--approved")
+    assert talk.site.ask("resume", "@latest", "--plan").data["noFreshAttempt"] == []
+    assert say(talk, uncertain(talk), "not-applied").data["standingEffects"] == []
+    assert talk.site.ask("resume", "@latest").code == 0
+    assert sorted(paid(talk)) == ["paid", "paid", "refund"]
+
+
+def test_a_conclusion_about_the_payment_itself_leads_on(talk: Talk) -> None:
+    """What did not happen bars nothing; what was found to have happened does, like what was confirmed."""
+    slow = {"toolCalls": [{"name": "pay", "input": {"args": ["-c", "echo paid >> out/ledger; exec sleep 60"]}}]}
+    talk.run(shells(pay="at_most_once"), [slow, LOST])
+    assert say(talk, uncertain(talk), "not-applied", "--approved").data["standingEffects"] == []
+    answer = talk.site.ask("resume", "@latest")
+    assert (answer.code, answer.data["reason"]) == (3, "uncertain_effect")
+    payment = uncertain(talk)
+    (talk.folder / "given.json").write_text('{"exitCode": 0}', encoding="utf-8")
+    assert say(talk, payment, "applied", "--result-file", "given.json", "--approved").data["standingEffects"] == []
+    answer = talk.site.ask("resume", "@latest")
+    assert (answer.code, answer.data["reason"]) == (3, "uncertain_effect")
+    assert say(talk, uncertain(talk), "not-applied").data["standingEffects"] == [payment]
+    assert talk.site.ask("resume", "@latest").code == 4
+    assert paid(talk) == ["paid", "paid"], "once for each that a person has allowed"
+
+
+def test_a_call_that_may_be_repeated_takes_no_payment_with_it(talk: Talk) -> None:
+    """A command that was ended in the middle is started again by the retry policy, but not with all before it."""
+    value = shells(pay="at_most_once", again="idempotent")
+    value["spec"]["tasks"][0]["retry"] = {"maxAttempts": 3, "backoffMs": 0}
+    answer = talk.run(value, [PAY, AGAIN, DONE])
+    assert (answer.code, answer.data["state"]) == (4, "failed")
+    assert paid(talk) == ["paid", "again"]
+    assert talk.error()["retryable"] is False
+
+
+def test_one_inverse_action_for_several_attempts_is_told(talk: Talk) -> None:
+    value = shells(pay="at_most_once", retry_safe=True)
+    refund = {"uses": "action:other", "with": {"args": ["-c", "echo refund >> out/ledger"]}}
+    value["spec"]["tasks"][0] |= {"retry": {"maxAttempts": 3, "backoffMs": 0}, "compensate": refund}
+    busy = {"fail": {"status": 503}, "times": 1, "text": "done"}
+    assert talk.run(value, [PAY, busy]).code == 0
+    assert paid(talk) == ["paid", "paid"]
+    plan = talk.site.ask("compensate", "@latest", "--plan").data
+    assert len(plan["tasks"][0]["sourceEffectIds"]) == 2
+    [warning] = plan["warnings"]
+    assert warning.startswith("one inverse action of ask stands for 2 effects of 2 attempts")

@@ -64,6 +64,7 @@ def test_everything_is_undone_in_reverse_order_and_once(field: Field, undo: Undo
         "pendingApprovals": [],
         "blocked": [],
         "elsewhere": [],
+        "warnings": [],
     }
     assert made["runId"].startswith("compensation-")
     assert undo.notes() == ["a", "b", "c", "undo-c", "undo-b", "undo-a"]

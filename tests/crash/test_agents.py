@@ -188,7 +188,10 @@ def test_each_step_is_executed_as_often_as_its_contract_allows(scene: Scene, cas
     scene.leave(run_id)
 
 
-DOUBTFUL = [Case(f"after_effect_result:{step}", "at_most_once") for step in (1, 3, 4, 5)]
+DOUBTFUL = [
+    *(Case(f"after_effect_result:{step}", "at_most_once") for step in (1, 3, 4)),
+    Case("after_effect_result:5", "idempotent"),
+]
 
 
 @pytest.mark.parametrize("case", [pytest.param(case, id=case.point) for case in DOUBTFUL])
@@ -205,4 +208,19 @@ def test_what_was_not_applied_is_done_in_a_fresh_attempt(scene: Scene, case: Cas
     assert sorted(second) == [(ordinal, "succeeded") for ordinal in range(1, LAST + 1)]
     [(attempt,)] = rows(scene.site.store, "SELECT attempt FROM provider_sessions WHERE run_id = ?", run_id)
     assert attempt == 2
+    scene.leave(run_id)
+
+
+@pytest.mark.parametrize("case", [pytest.param(Case("after_effect_result:5", "at_most_once"), id="turn 3")])
+def test_what_must_not_be_repeated_is_not_repeated_by_a_fresh_attempt(scene: Scene, case: Case) -> None:
+    """The command of step 4 has happened: that the answer after it did not come allows nobody to start it again."""
+    scene.reference()
+    run_id = scene.strike()
+    scene.reconcile(run_id, "--status", "not-applied")
+    run = scene.site.run(run_id)
+    assert (run.state, run.reason) == ("failed", "task_failed"), scene.site.report()
+    [(code,)] = rows(scene.site.store, "SELECT json_extract(error_json, '$.code') FROM tasks WHERE run_id = ?", run_id)
+    assert code == "not_repeatable"
+    assert scene.lines() == 1
+    assert rows(scene.site.store, "SELECT number FROM attempts WHERE run_id = ?", run_id) == [(1,)]
     scene.leave(run_id)

@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 import pytest
+from agentctl.coordinator.compensation import start_compensation
+from agentctl.store.clock import SystemClock, SystemIds
+from agentctl.store.engine import Store
+from agentctl.store.faults import Faults
 from support.children import wait_until
+from support.field import Started
 from support.recovery import Place, rules
 from support.undo import AUTOMATIC, Undo
 
@@ -332,3 +338,154 @@ def test_a_chain_whose_last_link_was_changed_is_told_in_words_that_fit(place: Pl
     place.forge("UPDATE runs SET checkpoint_checksum = 'x' WHERE run_id = ?", source)
     told = place("fork", source)
     assert (told.code, "ends with another checksum" in told.err) == (5, True), told.err
+
+
+# -- what others stand on ----------------------------------------------------------------------------------------------
+
+SECOND = '[ -e ok ] && { echo "$1" >> "$2"; [ ! -e slow ] || exec sleep 60; }'
+
+
+def two(undo: Undo) -> str:
+    """A run that has failed at `b`, which needs `a`: with the file `ok` it would succeed."""
+    second = {"id": "b", "uses": "action:do", "needs": ["a"], "with": undo.arguments(SECOND, "b")}
+    return undo.failed([undo.task("a"), second])
+
+
+def alive(place: Place, undo: Undo, source: str) -> tuple[str, Started]:
+    """A retry of it that goes on, and stands on what `a` has done."""
+    place.text("ok", "")
+    place.text("slow", "")
+    process = place.start("retry", "work.yaml", source, "--failed")
+    wait_until(lambda: "b" in undo.notes(), "b runs")
+    [(made, _)] = [run for run in undo.derived(source, "retry") if run[1] == "running"]
+    return made, process
+
+
+def end(place: Place, made: str, process: Started) -> None:
+    assert place.json("cancel", made).code == 0
+    process.wait()
+
+
+def test_nothing_is_undone_under_a_run_that_goes_on(place: Place, undo: Undo) -> None:
+    source = two(undo)
+    made, process = alive(place, undo, source)
+    plan = undo.plan(source)
+    assert [(block["taskId"], block["rule"]) for block in plan["blocked"]] == [("a", "live_derived_run")]
+    assert made in plan["blocked"][0]["message"]
+    assert not plan["executable"]
+    refused = undo.compensate(source)
+    assert (refused.code, refused.data["runId"]) == (3, None)
+    assert undo.done() == []
+    end(place, made, process)
+    assert undo.plan(source)["warnings"] == []
+    assert undo.compensate(source).code == 0
+    assert undo.done() == ["a"]
+    undo.sound()
+
+
+def test_nothing_is_undone_under_a_run_that_was_made_through_another_one(place: Place, undo: Undo) -> None:
+    source = two(undo)
+    assert place.json("retry", "work.yaml", source, "--failed").code == 4
+    [(between, _)] = undo.derived(source, "retry")
+    made, process = alive(place, undo, between)
+    assert undo.rules(source) == [("a", "live_derived_run")]
+    end(place, made, process)
+    assert undo.rules(source) == []
+
+
+def test_what_a_run_that_goes_on_does_once_more_is_not_undone_meanwhile(place: Place, undo: Undo) -> None:
+    """The other way round it is refused, too: what is sent again could be undone right after it."""
+    source = undo.failed([undo.task("a", uses="again"), undo.task("c"), undo.end("a", "c")])
+    place.text("slow-a", "")
+    process = place.start("repair", "work.yaml", source, "--from", "a", "--restart-successful")
+    wait_until(lambda: undo.notes().count("a") == 2, "a runs again")
+    [(made, _)] = undo.derived(source, "repair")
+    assert sorted(undo.rules(source)) == [("a", "live_derived_run"), ("c", "live_derived_run")]
+    end(place, made, process)
+
+
+def test_a_run_that_succeeded_on_it_is_named(place: Place, undo: Undo) -> None:
+    source = two(undo)
+    place.text("ok", "")
+    assert place.json("retry", "work.yaml", source, "--failed").code == 0
+    [(made, _)] = undo.derived(source, "retry")
+    [warning] = undo.plan(source)["warnings"]
+    assert made in warning
+    assert warning.startswith("what a has done is undone under")
+    assert undo.compensate(source).data["warnings"] == [warning]
+    assert undo.done() == ["a"]
+
+
+def test_a_retry_that_is_faster_than_a_compensation_keeps_its_ground(place: Place, undo: Undo) -> None:
+    """Both were planned on the same source; the second one to be created sees the first one."""
+    source = two(undo)
+    begun: list[tuple[str, Started]] = []
+
+    def meanwhile(*_: object) -> None:
+        begun.append(alive(place, undo, source))
+
+    store = Store(place.database, SystemClock())
+    try:
+        found, started = start_compensation(
+            store, source, SystemIds(store.clock), actor="me", faults=Faults.from_environment(), before=meanwhile
+        )
+    finally:
+        store.close()
+    assert started is None
+    assert [block.rule for block in found.blocked] == ["live_derived_run"]
+    assert len(begun) == 1
+    assert undo.derived(source) == []
+    end(place, *begun[0])
+
+
+def test_an_automatic_compensation_waits_for_a_run_that_goes_on(place: Place, undo: Undo) -> None:
+    source = two(undo)
+    made, process = alive(place, undo, source)
+    place.forge("INSERT INTO compensations_due VALUES (?, 1)", source)
+    answer = place.json("resume", source)
+    assert answer.code == 4
+    assert "it stays due" in answer.err
+    assert undo.derived(source) == []
+    end(place, made, process)
+    assert place.scalar("SELECT COUNT(*) FROM compensations_due") == 1
+    assert place.json("resume", source).code == 4
+    assert undo.done() == ["a"]
+    assert place.scalar("SELECT COUNT(*) FROM compensations_due") == 0
+
+
+# -- what others have done, too ----------------------------------------------------------------------------------------
+
+
+def test_a_second_retry_is_told_of_the_first_one(place: Place, undo: Undo) -> None:
+    source = two(undo)
+    assert place.plan("retry", "work.yaml", source, "--failed")["warnings"] == []
+    place.text("ok", "")
+    assert place.json("retry", "work.yaml", source, "--failed").code == 0
+    [(first, _)] = undo.derived(source, "retry")
+    [warning] = place.plan("retry", "work.yaml", source, "--failed")["warnings"]
+    assert warning == f"{first} (succeeded) has done this part, too, which must not be repeated: b"
+    assert place.plan("repair", "work.yaml", source, "--from", "b")["warnings"] == [warning]
+    assert place.json("fork", source, "--plan").data["warnings"] == [warning]
+    again = place.json("retry", "work.yaml", source, "--failed")
+    assert again.code == 0, "a person may want it"
+    assert warning in again.err
+    assert undo.notes() == ["a", "b", "b"]
+
+
+def test_a_second_retry_is_told_of_one_that_goes_on_and_of_a_fork(place: Place, undo: Undo) -> None:
+    source = two(undo)
+    third = {"id": "c", "uses": "action:do", "needs": ["b"], "with": undo.arguments("exit 0", "c")}
+    source = undo.failed([*json.loads((place.folder / "work.yaml").read_text())["spec"]["tasks"], third])
+    made, process = alive(place, undo, source)
+    assert place.plan("retry", "work.yaml", source, "--failed")["warnings"] == [
+        f"{made} (running) has done this part, too, which must not be repeated: b",
+        f"{made} (running) has not ended, and executes the same part: c",
+    ]
+    end(place, made, process)
+    (place.folder / "slow").unlink()
+    assert place.json("fork", source).code == 0
+    [(fork, _)] = undo.derived(source, "fork")
+    warnings = place.plan("retry", "work.yaml", source, "--failed")["warnings"]
+    assert warnings[-1] == f"{fork} (succeeded) has done this part, too, which must not be repeated: b, c"
+    # Nothing of the fork stands on what the source has done.
+    assert undo.rules(source) == []
