@@ -15,6 +15,8 @@ descriptor cannot be found, `synchronous=FULL` is used instead.
 
 from __future__ import annotations
 
+import contextlib
+import logging
 import os
 import threading
 from collections.abc import Callable
@@ -34,13 +36,17 @@ from .errors import (
     IncompatibleVersion,
     NotFoundError,
 )
-from .gate import Gate
+from .gate import Gate, write_lock_holder
+
+log = logging.getLogger(__name__)
 
 Connection = apsw.Connection
 Guess = TypeVar("Guess")
 
 BUSY_POLL_SECONDS = 0.002
 READ_PATIENCE_SECONDS = 60.0
+TELL_SECONDS = 2.0
+"""After so long a wait behind a program that knows no gate, a log line tells of it."""
 
 _opening = threading.Lock()
 _open_here: dict[str, int] = {}
@@ -328,24 +334,50 @@ class Database:
             self.gate.release()
             raise self._translate(error) from error
         except BaseException:
+            if self.connection.in_transaction:
+                self.connection.execute("ROLLBACK")
             self.gate.release()
             raise
 
     def _begin_behind_foreigner(self) -> None:
-        """A process outside the gate (a shell, a backup) has the lock. Ask until it is gone: that costs only time."""
+        """A process outside the gate (a shell, a backup) has the lock. Ask until it is gone: that costs only time.
+
+        Nothing is written yet, so signals are let in between two questions (see `Gate.let_in`).
+        """
         from tenacity import Retrying, retry_if_exception_type, wait_fixed
 
         self._behind_foreigner = True
+        told = False
+        since = self.clock.monotonic()
+
+        def sleep(seconds: float) -> None:
+            nonlocal told
+            if not told and self.clock.monotonic() - since >= TELL_SECONDS:
+                told = True
+                self._tell_of_foreigner()
+            with self.gate.let_in():
+                self.clock.sleep(seconds)
+
         try:
             for attempt in Retrying(
                 retry=retry_if_exception_type(apsw.BusyError),
                 wait=wait_fixed(BUSY_POLL_SECONDS),
-                sleep=self.clock.sleep,
+                sleep=sleep,
             ):
                 with attempt:
                     self.connection.execute("BEGIN IMMEDIATE")
         finally:
             self._behind_foreigner = False
+
+    def _tell_of_foreigner(self) -> None:
+        from .process_identity import read_stat
+
+        pid = write_lock_holder(self.path)
+        stat = None
+        with contextlib.suppress(PermissionError):
+            stat = None if pid is None else read_stat(pid)
+        who = "another program" if pid is None else f"process {pid}" + (f" ({stat.name})" if stat else "")
+        log.warning("waiting for %s, which holds SQLite's write lock on %s; nothing is written yet", who, self.path)
 
     @property
     def waits(self) -> bool:
