@@ -398,6 +398,7 @@ def resume(
                 remedy=f"`agentctl inspect {run_id}` shows what happened",
                 run_id=run_id,
             )
+        store.refuse_future_records(run_id)  # before anything is said to go on
         if settings.offline:
             _require_offline(store, run_id)
         if json.loads(store.run_settings(run_id)[0]).get("keepsArtifacts"):
@@ -612,8 +613,9 @@ def _follow(settings: Settings, run_name: str, *, show: bool, timeout: float | N
         clock = store.clock
         deadline = None if timeout is None else clock.monotonic() + timeout
         state = views.state(run_id)
+        told = ""
         if state == "running":
-            _warn_if_waiting_is_vain(settings, store, views, run_id)
+            told = _warn_if_waiting_is_vain(settings, store, views, run_id)
         follower = None
         if show:
             follower = _Follower(printer, store, run_id, progress_for(printer), at_once=True)
@@ -630,6 +632,7 @@ def _follow(settings: Settings, run_name: str, *, show: bool, timeout: float | N
                 if version != seen or clock.monotonic() >= look_at:
                     seen, look_at = version, clock.monotonic() + LOOK_SECONDS
                     state = views.state(run_id)
+                    told = _tell_problem(settings, views, run_id, told)
         finally:
             if follower is not None:
                 follower.close()
@@ -643,10 +646,22 @@ def _show(follower: _Follower) -> None:
         raise BrokenPipeError
 
 
-def _warn_if_waiting_is_vain(settings: Settings, store: Store, views: Views, run_id: str) -> None:
+def _warn_if_waiting_is_vain(settings: Settings, store: Store, views: Views, run_id: str) -> str:
+    """Returns the problem that was told of, as `_tell_problem` does."""
+    told = _tell_problem(settings, views, run_id, "")
     driver = views.status(run_id)["driver"]
-    if driver is None or driver["liveness"] == "dead":
+    if not told and (driver is None or driver["liveness"] == "dead"):
         _warn_undriven(settings, store)
+    return told
+
+
+def _tell_problem(settings: Settings, views: Views, run_id: str, told: str) -> str:
+    """Tell once why nobody will drive the run that is waited for; what was told of so far."""
+    problem = views.problem(run_id)
+    if problem is not None and problem["message"] != told:
+        warn(settings, f"nobody drives this run: {clean(problem['message'])}")
+        return str(problem["message"])
+    return told
 
 
 @click.command(cls=Verb)

@@ -420,13 +420,18 @@ class _Examination:
 
     def _attention(self, facts: Facts, database: Database) -> Check:
         wait = []
+        if facts.problems:
+            run_id, problem = next(iter(facts.problems.items()))
+            one = f"{run_id} ({problem['message']})"
+            more = "" if len(facts.problems) == 1 else f" and {len(facts.problems) - 1} more (`agentctl runs list`)"
+            wait.append(f"{_count(len(facts.problems), 'run')} that nobody can drive: {one}{more}")
         if facts.uncertain_effects:
             wait.append(f"{_count(facts.uncertain_effects, 'uncertain effect')} (`agentctl effects list --uncertain`)")
         if facts.pending_approvals:
             wait.append(f"{_count(facts.pending_approvals, 'approval')} (`agentctl approvals list`)")
         if not wait:
             return Check("attention", "ok", "nothing waits for a person")
-        status = "warn" if facts.uncertain_effects else "ok"
+        status = "warn" if facts.uncertain_effects or facts.problems else "ok"
         return Check(
             "attention", status, f"waits for a person: {', '.join(wait)}", "decide them" if status == "warn" else None
         )

@@ -207,7 +207,7 @@ def flock_holder(status: os.stat_result) -> int | None:
 
     Raises OSError where the kernel does not tell.
     """
-    return next((pid for kind, pid, _ in _locks(status) if kind == "FLOCK" and pid > 0), None)
+    return next((pid for kind, pid, _, _, _ in _locks(status) if kind == "FLOCK" and pid > 0), None)
 
 
 def write_lock_holder(path: Path) -> int | None:
@@ -215,24 +215,31 @@ def write_lock_holder(path: Path) -> int | None:
 
     Only the kernel's table is read: whoever opens and closes the file itself gives up the locks of its own process.
     """
-    for end, byte in (("-shm", WAL_WRITE_LOCK), ("", RESERVED_BYTE)):
-        with contextlib.suppress(OSError):
-            for kind, pid, (first, last) in _locks(os.stat(f"{path}{end}")):
-                if kind in ("POSIX", "OFDLCK") and pid > 0 and first <= byte and (last is None or byte <= last):
-                    return pid
+    for place, byte in ((f"{path}-shm", WAL_WRITE_LOCK), (str(path), RESERVED_BYTE)):
+        for pid, how, first, last in record_locks(place):
+            if how == "WRITE" and first <= byte <= last and pid > 0:
+                return pid
     return None
 
 
-def _locks(status: os.stat_result) -> Iterator[tuple[str, int, tuple[int, int | None]]]:
-    """Kind, pid and bytes of every exclusive lock on a file that the kernel tells of. Raises OSError."""
+def record_locks(path: str) -> list[tuple[int, str, int, int]]:
+    """(pid, READ or WRITE, first byte, last byte) of every record lock on a file; none where nobody can tell."""
+    try:
+        return [lock[1:] for lock in _locks(os.stat(path)) if lock[0] in ("POSIX", "OFDLCK")]
+    except OSError:
+        return []
+
+
+def _locks(status: os.stat_result) -> Iterator[tuple[str, int, str, int, int]]:
+    """Kind, pid, READ or WRITE, first and last byte of each lock on a file that the kernel tells of. Raises OSError."""
     wanted = f"{os.major(status.st_dev):02x}:{os.minor(status.st_dev):02x}:{status.st_ino}"
     with open("/proc/locks", encoding="ascii", errors="replace") as table:
         for line in table:
             fields = line.split()
-            # "1: POSIX  ADVISORY  WRITE 4711 08:01:1234 120 120"; one that waits has "->" after its number.
-            if len(fields) == 8 and fields[5] == wanted and fields[3] == "WRITE":
-                last = None if fields[7] == "EOF" else int(fields[7])
-                yield fields[1], int(fields[4]), (int(fields[6]), last)
+            # "1: POSIX  ADVISORY  WRITE 4711 08:01:1234 120 120"; a waiter has an arrow in front and holds nothing.
+            if len(fields) == 8 and fields[5] == wanted:
+                last = 1 << 62 if fields[7] == "EOF" else int(fields[7])
+                yield fields[1], int(fields[4]), fields[3], int(fields[6]), last
 
 
 def yield_gently() -> None:
