@@ -60,6 +60,10 @@ class SyncFailed(EnvironmentFault):
     """
 
 
+class StoreGone(EnvironmentFault):
+    """The file was removed or replaced under those who work on it. What they write from now on is lost."""
+
+
 class Database:
     """A connection and its gate. One thread uses it; other threads and processes open their own."""
 
@@ -111,6 +115,8 @@ class Database:
         filesystem.require_writable(self.path)
         with _opening:
             self._connect(cache_kib, vfs, end_stuck)
+        status = os.stat(self.path)
+        self._file = (status.st_dev, status.st_ino)
         try:
             self._record_statement()
         except BaseException:
@@ -288,6 +294,23 @@ class Database:
             return _pragma(self.connection, "data_version"), self._commits
         except apsw.BusyError:  # another process recovers the WAL: whoever asks will look, and wait there
             return -1, self._commits
+
+    def require_place(self) -> None:
+        """Raise `StoreGone` when the file that is open here is not the one at its path any more."""
+        try:
+            status = os.stat(self.path)
+        except FileNotFoundError:
+            happened = "was removed"
+        except OSError:
+            return  # nobody can tell; whatever is wrong with the disk shows itself
+        else:
+            if (status.st_dev, status.st_ino) == self._file:
+                return
+            happened = "was replaced by another file"
+        raise StoreGone(
+            f"the database {self.path} {happened} while this process worked on it",
+            remedy="end everybody who uses it before it is moved or restored; what starts now uses what is there",
+        )
 
     def sync(self) -> None:
         """Make every commit of this connection durable. Raises `SyncFailed`, and then for ever."""

@@ -614,7 +614,11 @@ class Store:
     def renew(
         self, process_id: str, fence: Fence | None, *, lease_ms: int, rss: int, done: int, failed: int
     ) -> tuple[bool, bool]:
-        """Heartbeat of a process and, with a fence, renewal of its lease: (lease still held, asked to drain)."""
+        """Heartbeat of a process and, with a fence, renewal of its lease: (lease still held, asked to drain).
+
+        Raises `StoreGone`: whoever lives is the first to see that what he works on is not there any more.
+        """
+        self.database.require_place()
         now = self.clock.now()
         with self.database.write() as tx:
             drain = processes.heartbeat(tx, process_id, rss_bytes=rss, done=done, failed=failed, now=now)
@@ -729,7 +733,8 @@ class Store:
             return processes.get(tx, process_id)
 
     def driver_heartbeat(self, process_id: str, *, lease_ms: int, rss: int) -> bool:
-        """Heartbeat of a driver with renewal of all its runs; True when it was asked to drain."""
+        """Heartbeat of a driver with renewal of all its runs; True when it was asked to drain. Raises `StoreGone`."""
+        self.database.require_place()
         now = self.clock.now()
         with self.database.write() as tx:
             runs.renew_runs(tx, process_id, lease_ms=lease_ms, now=now)

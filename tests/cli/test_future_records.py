@@ -1,4 +1,4 @@
-"""What a newer agentctl has written is refused by name, never shown as if it were understood, and hides nothing else."""
+"""What a newer agentctl has written is refused by name, never shown as if it were understood, and hides no other."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ RECORDS = {
 def _change(cli: Any, *statements: str) -> None:
     with closing(sqlite3.connect(cli.database, timeout=60)) as connection, connection:
         for (name,) in connection.execute("SELECT name FROM sqlite_master WHERE type = 'trigger'").fetchall():
-            connection.execute(f"DROP TRIGGER {name}")  # noqa: S608
+            connection.execute(f"DROP TRIGGER {name}")
         for sql in statements:
             assert connection.execute(sql).rowcount > 0
 

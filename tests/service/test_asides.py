@@ -23,7 +23,7 @@ def test_why_nobody_drives_a_run(field: Field, kind: str) -> None:
     run_id = field.submit(file)
     with closing(sqlite3.connect(field.database, timeout=30)) as connection, connection:
         for (name,) in connection.execute("SELECT name FROM sqlite_master WHERE type = 'trigger'").fetchall():
-            connection.execute(f"DROP TRIGGER {name}")  # noqa: S608
+            connection.execute(f"DROP TRIGGER {name}")
         connection.execute(sql, (run_id,))
     pool = field.pool(1)
     wait_until(lambda: f"{run_id} cannot be driven and is set aside" in pool.err, "a line in the log")
