@@ -204,9 +204,14 @@ class Database:
         migrate.refuse_newer(version, self.path)
 
     def refuse_tables(self) -> None:
-        """Raise `IncompatibleVersion` when a file without a schema of ours has tables; inside a transaction."""
+        """Raise when a file without a schema has tables, of another program or of ours; inside a transaction."""
         tables = _scalar(self.connection, "SELECT COUNT(*) FROM sqlite_master")
         self._refuse_foreign(_pragma(self.connection, "application_id"), 0, bool(tables))
+        if tables:
+            raise CorruptStore(
+                f"{self.path} is damaged: it has tables, but the number of its schema is 0; nothing was changed",
+                remedy="restore a backup; `sqlite3 FILE .dump` shows what is in it",
+            )
 
     def _record_statement(self) -> None:
         """Keep what somebody has stated about the filesystem, since everything here relies on it."""
@@ -224,6 +229,8 @@ class Database:
         self._refuse_foreign(application, version, False)
         if version < migrate.LATEST:
             migrate.migrate(self)
+        names = self.connection.execute("SELECT name FROM sqlite_master WHERE type = 'table'")
+        migrate.require_tables((str(row[0]) for row in names), self.path)
         mode = str(_scalar(self.connection, "PRAGMA journal_mode"))
         if mode != "wal":
             raise CorruptStore(
@@ -294,6 +301,17 @@ class Database:
             return _pragma(self.connection, "data_version"), self._commits
         except apsw.BusyError:  # another process recovers the WAL: whoever asks will look, and wait there
             return -1, self._commits
+
+    def may_begin(self) -> bool:
+        """Whether SQLite's write lock can be had at this instant; it is given back at once. The caller has the gate."""
+        try:
+            self.connection.execute("BEGIN IMMEDIATE")
+            self.connection.execute("ROLLBACK")
+        except apsw.BusyError:
+            return False
+        except apsw.Error as error:
+            raise self._translate(error) from error
+        return True
 
     def require_place(self) -> None:
         """Raise `StoreGone` when the file that is open here is not the one at its path any more."""
@@ -484,7 +502,10 @@ def translate(error: apsw.Error, path: Path) -> AgentctlError:
         return ConflictError(f"the database refused an inconsistent change: {error}")
     if isinstance(error, apsw.BusyError):
         return EnvironmentFault(f"{path} stayed locked by another program", remedy="end that program")
-    return CorruptStore(f"SQLite reports: {error}")
+    return CorruptStore(
+        f"{path}: SQLite reports: {error}",
+        remedy="`agentctl doctor` and `agentctl db verify` look at the whole file; restore a backup if it is damaged",
+    )
 
 
 def _is_failed_sync(error: apsw.IOError) -> bool:

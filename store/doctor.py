@@ -485,15 +485,11 @@ def _writer_may_begin(gate: int, database: Database) -> bool:
     try:
         fcntl.flock(gate, fcntl.LOCK_EX | fcntl.LOCK_NB)
         try:
-            database.connection.execute("BEGIN IMMEDIATE")
-            database.connection.execute("ROLLBACK")
-        except apsw.BusyError:
-            return False
+            return database.may_begin()
         finally:
             fcntl.flock(gate, fcntl.LOCK_UN)
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
-    return True
 
 
 def _lives(row: ProcessRow) -> bool:
