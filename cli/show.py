@@ -226,6 +226,11 @@ def logs(settings: Settings, run_name: str, task_id: str | None) -> None:
         def human(out: Printer) -> None:
             _logs_for_people(out, entries)
             _conversation_for_people(out, said)
+            if task_id is not None and not entries and not said and (below := views.below(run_id, task_id)):
+                out.line(f"{clean(task_id)} has no output of its own; that of its {len(below)} tasks is shown by")
+                for name in below[:SHOWN_WAITING]:
+                    out.line(f"  agentctl logs {run_id} {clean(name)}")
+                _more(out, len(below) - SHOWN_WAITING)
 
         Printer(settings).result("Logs", data, human)
 

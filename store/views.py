@@ -287,6 +287,15 @@ class Views:
                 )
             return found, run.task_count
 
+    def below(self, run_id: str, task_id: str) -> list[str]:
+        """The tasks that an expansion or a sub-workflow has put in the place of one, in compiled order."""
+        with self._database.read() as tx:
+            rows = tx.execute(
+                "SELECT task_id FROM tasks WHERE run_id = ? AND substr(task_id, 1, ?) = ? ORDER BY task_no",
+                (run_id, len(task_id) + 2, f"{task_id}--"),
+            )
+            return [row[0] for row in rows]
+
     def logs(self, run_id: str, task_id: str | None) -> list[dict[str, Any]]:
         """What process tasks have printed, per attempt and effect, in compiled order.
 
