@@ -296,14 +296,15 @@ class Coordinator:
         if started is not None:
             log.info("%s compensates %s", started, run_id)
 
-    def _set_aside(self, run_id: str, error: AgentctlError) -> None:
+    def _set_aside(self, run_id: str, error: AgentctlError, *, note: bool = True) -> None:
         log.error("%s cannot be driven and is set aside: %s", run_id, error.message, extra={"run": run_id})
         self._aside.add(run_id)
         driver = self.drivers.pop(run_id, None)
         if driver is not None:
             self.store.leave_run(run_id, driver=self.process_id, epoch=driver.epoch)
-        # The log is not where people look first: whoever asks for the run is told as well.
-        self.store.note_aside(run_id, error, by=self.process_id)
+        if note:
+            # The log is not where people look first: whoever asks for the run is told as well.
+            self.store.note_aside(run_id, error, by=self.process_id)
 
     def _timers_due(self) -> bool:
         now = self._clock.now()
@@ -350,7 +351,7 @@ class Coordinator:
                 self._set_aside(run.run_id, error)
         for run_id, newer in self.store.runs_of_a_newer().items():
             if run_id not in self._aside:
-                self._set_aside(run_id, newer)
+                self._set_aside(run_id, newer, note=False)  # its own row tells everybody
         runs = self.store.open_runs()
         for run in runs:
             if run.run_id in self.drivers or run.run_id in self._aside or not self.is_abandoned(run):
