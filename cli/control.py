@@ -14,7 +14,7 @@ from .documents import read_json_file
 from .main import Settings, VerbGroup, pass_settings
 from .remote import continue_remote
 from .render import Printer, clean, when
-from .run import ACTOR, open_store, views_of, warn_undriven
+from .run import ACTOR, open_store, until_told, views_of, warn_undriven
 
 SHOWN_INPUT = 2000
 SHOWN_STANDING = 5
@@ -86,17 +86,18 @@ def _resolve(settings: Settings, name: str, *, approve: bool, actor: str, reason
     if not actor.strip():
         raise UsageError("--actor must not be empty")
     faults = Faults.from_environment()
-    with closing(open_store(settings)) as store:
-        approval_id = views_of(store).find_approval(name)
-        faults.reach("before_decision")
-        run_id = store.resolve_approval(approval_id, approve=approve, actor=actor, reason=reason)
-        faults.reach("after_decision")
-        diagnostics = warn_undriven(settings, store, run_id)
-    status = "approved" if approve else "rejected"
-    data = {"approvalId": approval_id, "status": status, "runId": run_id}
-    Printer(settings).result(
-        "ApprovalResolution", data, lambda out: out.line(f"{approval_id} of {run_id} is {status}"), diagnostics
-    )
+    with until_told():
+        with closing(open_store(settings)) as store:
+            approval_id = views_of(store).find_approval(name)
+            faults.reach("before_decision")
+            run_id = store.resolve_approval(approval_id, approve=approve, actor=actor, reason=reason)
+            faults.reach("after_decision")
+            diagnostics = warn_undriven(settings, store, run_id)
+        status = "approved" if approve else "rejected"
+        data = {"approvalId": approval_id, "status": status, "runId": run_id}
+        Printer(settings).result(
+            "ApprovalResolution", data, lambda out: out.line(f"{approval_id} of {run_id} is {status}"), diagnostics
+        )
 
 
 # -- effects -----------------------------------------------------------------------------------------------------
@@ -240,37 +241,38 @@ def effects_reconcile(
     schema = None if result_schema_file is None else read_json_file(result_schema_file, "--result-schema-file")
     if schema is not None and not isinstance(schema, dict | bool):
         raise UsageError("--result-schema-file: not a JSON Schema")
-    with closing(open_store(settings)) as store:
-        views = views_of(store)
-        effect_id = views.find_effect(name)
-        inverse = None if compensation_effect is None else views.find_effect(compensation_effect)
-        rescue_the_dead(settings.database)
-        conclusion = Conclusion(
-            status.replace("-", "_"),
-            actor,
-            reason,
-            evidence,
-            result_file is not None,
-            result,
-            schema,
-            inverse,
-            approved,
-        )
-        made, run_id = reconcile(store, views.effect(effect_id)["effect"], conclusion, SystemIds(store.clock))
-        stands = views.failed_by(effect_id)
-        data: dict[str, Any] = {**views.reconciliation(made), "standingEffects": stands}
-        diagnostics = warn_undriven(settings, store, run_id)
-
-    def human(out: Printer) -> None:
-        out.line(f"effect {effect_id[:12]} of {run_id} is reconciled: {status}")
-        if stands:
-            shown = ", ".join(name[:12] for name in stands[:SHOWN_STANDING])
-            more = f" and {len(stands) - SHOWN_STANDING} more" if len(stands) > SHOWN_STANDING else ""
-            out.line(f"no fresh attempt follows, its task fails: it would repeat {shown}{more}, which happened and")
-            out.line("must not be done twice")
-            out.line(
-                f"next: when {run_id} has ended, `agentctl compensate {run_id}` undoes what declares how, "
-                f"and `agentctl fork {run_id}` does everything once more"
+    with until_told():
+        with closing(open_store(settings)) as store:
+            views = views_of(store)
+            effect_id = views.find_effect(name)
+            inverse = None if compensation_effect is None else views.find_effect(compensation_effect)
+            rescue_the_dead(settings.database)
+            conclusion = Conclusion(
+                status.replace("-", "_"),
+                actor,
+                reason,
+                evidence,
+                result_file is not None,
+                result,
+                schema,
+                inverse,
+                approved,
             )
+            made, run_id = reconcile(store, views.effect(effect_id)["effect"], conclusion, SystemIds(store.clock))
+            stands = views.failed_by(effect_id)
+            data: dict[str, Any] = {**views.reconciliation(made), "standingEffects": stands}
+            diagnostics = warn_undriven(settings, store, run_id)
 
-    Printer(settings).result("EffectReconciliation", data, human, diagnostics)
+        def human(out: Printer) -> None:
+            out.line(f"effect {effect_id[:12]} of {run_id} is reconciled: {status}")
+            if stands:
+                shown = ", ".join(name[:12] for name in stands[:SHOWN_STANDING])
+                more = f" and {len(stands) - SHOWN_STANDING} more" if len(stands) > SHOWN_STANDING else ""
+                out.line(f"no fresh attempt follows, its task fails: it would repeat {shown}{more}, which happened and")
+                out.line("must not be done twice")
+                out.line(
+                    f"next: when {run_id} has ended, `agentctl compensate {run_id}` undoes what declares how, "
+                    f"and `agentctl fork {run_id}` does everything once more"
+                )
+
+        Printer(settings).result("EffectReconciliation", data, human, diagnostics)

@@ -209,11 +209,11 @@ def _require_place(cursor_file: Path) -> None:
 
 
 def _kept(cursor_file: Path | None) -> str | None:
-    """The cursor of a file; None when there is no file yet."""
+    """The cursor of a file; None when there is no file yet. One that was made empty means the beginning."""
     if cursor_file is None:
         return None
     try:
-        return cursor_file.read_text(encoding="ascii", errors="replace").strip()
+        return cursor_file.read_text(encoding="ascii", errors="replace").strip() or START
     except FileNotFoundError:
         return None
 

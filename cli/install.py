@@ -26,6 +26,9 @@ LINGER = Path("/var/lib/systemd/linger")
 
 ENABLE_SECONDS = 180
 
+DUE = ".agentctl-restart-due"
+"""Beside the units: the names of those that were written and not restarted since, one in a line."""
+
 
 def install(
     settings: Settings,
@@ -71,6 +74,7 @@ def install(
         active = manager.active()
         old = _old_units(folder, active, set(started))
         changed = _write(folder, wanted)
+        # What was written by a command that got no further is no change any more, yet runs with its old options.
         data["restarted"] = [name for name in started if name in active and _file_of(name) in changed]
         data["replaced"] = [name for name in old if _is_numbered(name)]
         data["left"] = [name for name in old if not _is_numbered(name)]
@@ -82,6 +86,7 @@ def install(
             manager.run("enable", "--now", *started)
             if data["replaced"]:
                 manager.run("disable", "--now", *data["replaced"])
+            (folder / DUE).unlink(missing_ok=True)
             data["enabled"] = True
 
     def human(out: Printer) -> None:
@@ -94,7 +99,8 @@ def install(
             out.line(f"written: {clean(folder / name)}")
         _tell_started(out, manager, data)
         where = site.database or ("~/.local/state/agentctl/runtime.db" if user else "/var/lib/agentctl/runtime.db")
-        out.line(f"their database: `export AGENTCTL_DB={clean(where)}`")
+        word = where if where.startswith("~") else shlex.quote(where)
+        out.line(f"their database: `export AGENTCTL_DB={clean(word)}`")
 
     Printer(settings).result("Installation", data, human)
     if data["left"]:
@@ -258,12 +264,20 @@ def _account(name: str) -> pwd.struct_passwd:
 
 
 def _write(folder: Path, wanted: dict[str, str]) -> set[str]:
-    """All or none: what is in the way is found before anything is written. Returns which of them have changed."""
+    """All or none: what is in the way is found before anything is written.
+
+    Returns which of them have changed since whatever runs was started, as far as that is known; the file `DUE` keeps it
+    for the next command, until this one has restarted them.
+    """
+    due = folder / DUE
     changed = set()
     try:
+        if due.exists():
+            changed.update(due.read_text(encoding="utf-8", errors="replace").split())
         for name, text in wanted.items():
             path = folder / name
             if not path.exists():
+                changed.add(name)  # what runs under that name has another file, or one that is gone
                 continue
             before = path.read_text(encoding="utf-8", errors="replace")
             if not before.startswith(MARK):
@@ -273,6 +287,8 @@ def _write(folder: Path, wanted: dict[str, str]) -> set[str]:
             if before != text:
                 changed.add(name)
         folder.mkdir(parents=True, exist_ok=True)
+        if changed:
+            put_file(due, "".join(f"{name}\n" for name in sorted(changed)).encode(), mode=0o644)
         for name, text in wanted.items():
             put_file(folder / name, text.encode(), mode=0o644)
     except OSError as error:

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
-from agentctl.store.errors import AgentctlError, EnvironmentFault
+from agentctl.store.errors import AgentctlError, EnvironmentFault, PrerequisiteError
 
 from .amounts import Duration
 from .documents import put_file
@@ -175,7 +175,7 @@ def _require_client() -> None:
     try:
         import prometheus_client  # noqa: F401
     except ImportError as error:
-        raise EnvironmentFault(
+        raise PrerequisiteError(
             "metrics need the package prometheus-client", remedy="pip install 'agentctl[metrics]'"
         ) from error
 

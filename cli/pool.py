@@ -5,6 +5,7 @@ The coordinator's room does not know the worker's; this module hands the worker'
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import signal
@@ -503,7 +504,8 @@ def cancel_run(path: Path, run_id: str, *, reason: str, actor: str) -> tuple[boo
         store.wake_everybody()
         run = store.get_run(run_id)
         if run.ended_at is None and not _somebody_drives(store, run, clock.now()):
-            _finish_request(store, clock, run_id, resume=True, patience=CANCEL_PATIENCE_SECONDS)
+            with contextlib.suppress(KeyboardInterrupt):  # it is asked for; whoever comes next sees to it
+                _finish_request(store, clock, run_id, resume=True, patience=CANCEL_PATIENCE_SECONDS)
         return True, store.get_run(run_id).state
     finally:
         store.close()
@@ -521,7 +523,8 @@ def pause_run(path: Path, run_id: str, *, reason: str, actor: str) -> tuple[str,
         if state == "running":
             store.wake_driver(run_id)
             if not _somebody_drives(store, store.get_run(run_id), clock.now()):
-                _finish_request(store, clock, run_id, resume=False, patience=PAUSE_PATIENCE_SECONDS)
+                with contextlib.suppress(KeyboardInterrupt):
+                    _finish_request(store, clock, run_id, resume=False, patience=PAUSE_PATIENCE_SECONDS)
             run = store.get_run(run_id)
             state, why = run.state, run.reason
         return state, why
@@ -553,6 +556,11 @@ def _somebody_drives(store: Store, run: Run, now: int) -> bool:
     return coordinator_is_live(store, heard_since)
 
 
+def _asked_to_end() -> bool:
+    """Whether a signal waits that this process holds back until it has told what it did."""
+    return bool(signal.sigpending() & {signal.SIGINT, signal.SIGTERM})
+
+
 def _finish_request(store: Store, clock: SystemClock, run_id: str, *, resume: bool, patience: float) -> None:
     """Drive a run that was asked to stop until it has, or for `patience` seconds. `resume`: a paused one, too."""
     ids = SystemIds(clock)
@@ -566,7 +574,7 @@ def _finish_request(store: Store, clock: SystemClock, run_id: str, *, resume: bo
         if run.ended_at is not None or not coordinator.take(run, resume=resume, actor="cli-user"):
             return
         deadline = clock.monotonic() + patience
-        while run_id in coordinator.drivers and clock.monotonic() < deadline:
+        while run_id in coordinator.drivers and clock.monotonic() < deadline and not _asked_to_end():
             if not coordinator.tick():
                 coordinator.wait()
     finally:

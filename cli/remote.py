@@ -12,7 +12,7 @@ from agentctl.store.errors import ConflictError, PolicyError, PrerequisiteError,
 from .main import Settings, Verb, pass_settings
 from .preflight import refuse_offline
 from .render import Printer, clean
-from .run import open_store, views_of, warn_undriven
+from .run import open_store, until_told, views_of, warn_undriven
 
 REASON = "the remote agent has completed the task that it had named"
 
@@ -71,14 +71,15 @@ def continue_remote(settings: Settings, name: str, actor: str, reason: str, appr
             "observedAt": store.clock.now(),
         }
         conclusion = Conclusion("applied", actor, reason, evidence, True, result, approved=approved, protocol=note)
-        made, _ = reconcile(store, effect, conclusion, SystemIds(store.clock))
-        shown: dict[str, Any] = views.reconciliation(made)
-        diagnostics = warn_undriven(settings, store, run_id)
 
-    def human(out: Printer) -> None:
-        out.line(f"effect {effect_id[:12]} of {run_id} is reconciled: {clean(call['peer'])} has completed its task")
+        def human(out: Printer) -> None:
+            out.line(f"effect {effect_id[:12]} of {run_id} is reconciled: {clean(call['peer'])} has completed its task")
 
-    Printer(settings).result("EffectReconciliation", shown, human, diagnostics)
+        with until_told():
+            made, _ = reconcile(store, effect, conclusion, SystemIds(store.clock))
+            shown: dict[str, Any] = views.reconciliation(made)
+            diagnostics = warn_undriven(settings, store, run_id)
+            Printer(settings).result("EffectReconciliation", shown, human, diagnostics)
 
 
 def _observable(effect_id: str, inspection: dict[str, Any]) -> dict[str, Any]:

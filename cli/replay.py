@@ -9,7 +9,7 @@ from agentctl.store.faults import Faults
 
 from .main import Settings, Verb, pass_settings
 from .render import Printer
-from .run import ACTOR, EXIT_BY_STATE, open_store, print_outcome, views_of
+from .run import ACTOR, EXIT_BY_STATE, open_store, print_outcome, until_told, views_of
 
 
 @click.command(cls=Verb)
@@ -39,5 +39,9 @@ def replay(context: click.Context, settings: Settings, run_name: str, only_plan:
             data = replay_plan(views, source_id, EXIT_BY_STATE[views.state(source_id)])
             Printer(settings).result("ReplayPlan", data, lambda out: show_replay(out, data))
             return
-        run_id = make_replay(store, source_id, SystemIds(store.clock), actor=ACTOR, faults=Faults.from_environment())
-        context.exit(print_outcome(Printer(settings), store, run_id))
+        with until_told():
+            run_id = make_replay(
+                store, source_id, SystemIds(store.clock), actor=ACTOR, faults=Faults.from_environment()
+            )
+            code = print_outcome(Printer(settings), store, run_id)
+        context.exit(code)

@@ -147,6 +147,14 @@ def require_recordable(base: Path) -> None:
         ) from error
 
 
+def _look_ahead(settings: Settings, prepared: _Prepared) -> None:
+    """What can be known to fail is found before a run exists; see `preflight`. It may take long, and be interrupted."""
+    from .preflight import preflight
+
+    document, plan, _, base = prepared
+    preflight(document.workflow, plan, base, offline=settings.offline)
+
+
 def _submit(
     settings: Settings,
     prepared: _Prepared,
@@ -161,11 +169,7 @@ def _submit(
     from agentctl.coordinator.submission import submit as submit_run
     from agentctl.store.clock import SystemIds
 
-    from .preflight import preflight
-
     document, plan, inputs, base = prepared
-    if not check:  # check mode talks to nobody
-        preflight(document.workflow, plan, base, offline=settings.offline)
     store = open_store(settings, create=True)
     try:
         if keeps_artifacts(plan):
@@ -226,6 +230,8 @@ def run(
     from . import pool  # noqa: F401  # its import takes a while, and nothing may interrupt what follows for long
 
     prepared = _prepare(settings, file, sources, workspace, idempotency_key)
+    if not check:  # check mode talks to nobody
+        _look_ahead(settings, prepared)
     with signals_held():
         submission, store = _submit(
             settings,
@@ -246,17 +252,41 @@ def run(
 def signals_held() -> Iterator[None]:
     """From here on SIGINT and SIGTERM wait: a run that exists must not be left to nobody.
 
-    They go on waiting after the block, until `foreground` can obey them; they are let in again when it raises.
+    Only a wait for others that write lets them in, as long as it waits: the command ends then (exit 130), and what it
+    waited to write is not written. They go on waiting after the block, until `foreground` can obey them; they are let
+    in again when it raises.
     """
     import signal
 
+    from agentctl.store.gate import hold_for_an_answer
+
     held = {signal.SIGINT, signal.SIGTERM}
+    before = signal.signal(signal.SIGTERM, _interrupt)
     signal.pthread_sigmask(signal.SIG_BLOCK, held)
+    hold_for_an_answer(held)
     try:
         yield
     except BaseException:
+        hold_for_an_answer(())
+        signal.signal(signal.SIGTERM, before)
         signal.pthread_sigmask(signal.SIG_UNBLOCK, held)
         raise
+    hold_for_an_answer(())
+
+
+@contextmanager
+def until_told() -> Iterator[None]:
+    """The same for a block that writes and then tells of it, as its last action: a signal that comes when it is written
+    changes nothing any more, and who has sent it reads what was done."""
+    import signal
+
+    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    with signals_held():
+        yield
+    for number, handler in before.items():
+        signal.signal(number, signal.SIG_IGN)  # takes away what has come
+        signal.signal(number, handler)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, set(before))
 
 
 def _interrupt(number: int, frame: object) -> NoReturn:
@@ -279,23 +309,25 @@ def submit(
     Without a live coordinator the run waits for one; a warning says so.
     """
     prepared = _prepare(settings, file, sources, workspace, idempotency_key)
-    submission, store = _submit(settings, prepared, priority=priority, key=idempotency_key)
-    with closing(store):
-        data = {
-            "runId": submission.run_id,
-            "traceId": submission.trace_id,
-            "state": submission.state,
-            "created": submission.created,
-        }
-        diagnostics: list[Any] = list(prepared[0].warnings)
-        if submission.state == "running":
-            diagnostics += _warn_undriven(settings, store)
+    _look_ahead(settings, prepared)
+    with until_told():
+        submission, store = _submit(settings, prepared, priority=priority, key=idempotency_key)
+        with closing(store):
+            data = {
+                "runId": submission.run_id,
+                "traceId": submission.trace_id,
+                "state": submission.state,
+                "created": submission.created,
+            }
+            diagnostics: list[Any] = list(prepared[0].warnings)
+            if submission.state == "running":
+                diagnostics += _warn_undriven(settings, store)
 
-        def human(out: Printer) -> None:
-            known = "" if submission.created else f" (this key's run, {submission.state})"
-            out.line(submission.run_id + known)
+            def human(out: Printer) -> None:
+                known = "" if submission.created else f" (this key's run, {submission.state})"
+                out.line(submission.run_id + known)
 
-        Printer(settings).result("Submission", data, human, diagnostics)
+            Printer(settings).result("Submission", data, human, diagnostics)
 
 
 def warn_undriven(settings: Settings, store: Store, run_id: str) -> list[dict[str, Any]]:
@@ -366,11 +398,13 @@ def resume(
                 remedy=f"`agentctl inspect {run_id}` shows what happened",
                 run_id=run_id,
             )
+        store.refuse_future_records(run_id)  # before anything is said to go on
         if settings.offline:
             _require_offline(store, run_id)
         if json.loads(store.run_settings(run_id)[0]).get("keepsArtifacts"):
             store.artifacts.blobs.require_writable()
-        store.withdraw_pause(run_id, actor=ACTOR)
+        with signals_held():
+            store.withdraw_pause(run_id, actor=ACTOR)
         context.exit(foreground(settings, store, run_id, "resumed", resume=True, workers=workers, timeout=timeout))
 
 
@@ -579,8 +613,9 @@ def _follow(settings: Settings, run_name: str, *, show: bool, timeout: float | N
         clock = store.clock
         deadline = None if timeout is None else clock.monotonic() + timeout
         state = views.state(run_id)
+        told = ""
         if state == "running":
-            _warn_if_waiting_is_vain(settings, store, views, run_id)
+            told = _warn_if_waiting_is_vain(settings, store, views, run_id)
         follower = None
         if show:
             follower = _Follower(printer, store, run_id, progress_for(printer), at_once=True)
@@ -597,6 +632,7 @@ def _follow(settings: Settings, run_name: str, *, show: bool, timeout: float | N
                 if version != seen or clock.monotonic() >= look_at:
                     seen, look_at = version, clock.monotonic() + LOOK_SECONDS
                     state = views.state(run_id)
+                    told = _tell_problem(settings, views, run_id, told)
         finally:
             if follower is not None:
                 follower.close()
@@ -610,10 +646,22 @@ def _show(follower: _Follower) -> None:
         raise BrokenPipeError
 
 
-def _warn_if_waiting_is_vain(settings: Settings, store: Store, views: Views, run_id: str) -> None:
+def _warn_if_waiting_is_vain(settings: Settings, store: Store, views: Views, run_id: str) -> str:
+    """Returns the problem that was told of, as `_tell_problem` does."""
+    told = _tell_problem(settings, views, run_id, "")
     driver = views.status(run_id)["driver"]
-    if driver is None or driver["liveness"] == "dead":
+    if not told and (driver is None or driver["liveness"] == "dead"):
         _warn_undriven(settings, store)
+    return told
+
+
+def _tell_problem(settings: Settings, views: Views, run_id: str, told: str) -> str:
+    """Tell once why nobody will drive the run that is waited for; what was told of so far."""
+    problem = views.problem(run_id)
+    if problem is not None and problem["message"] != told:
+        warn(settings, f"nobody drives this run: {clean(problem['message'])}")
+        return str(problem["message"])
+    return told
 
 
 @click.command(cls=Verb)
@@ -657,17 +705,18 @@ def cancel(settings: Settings, run_name: str, reason: str, actor: str) -> None:
 
     with closing(open_store(settings)) as store:
         run_id = views_of(store).find_run(run_name)
-    requested, state = cancel_run(settings.database, run_id, reason=reason, actor=actor)
+    with until_told():
+        requested, state = cancel_run(settings.database, run_id, reason=reason, actor=actor)
 
-    def human(out: Printer) -> None:
-        if not requested:
-            out.line(f"{run_id} has ended before: {out.state(state)}")
-        elif state == "cancelled":
-            out.line(f"{run_id} is cancelled")
-        else:
-            out.line(f"{run_id} is being cancelled; `agentctl wait {run_id}` waits for the end")
+        def human(out: Printer) -> None:
+            if not requested:
+                out.line(f"{run_id} has ended before: {out.state(state)}")
+            elif state == "cancelled":
+                out.line(f"{run_id} is cancelled")
+            else:
+                out.line(f"{run_id} is being cancelled; `agentctl wait {run_id}` waits for the end")
 
-    Printer(settings).result("Cancellation", {"runId": run_id, "requested": requested, "state": state}, human)
+        Printer(settings).result("Cancellation", {"runId": run_id, "requested": requested, "state": state}, human)
 
 
 @click.command(cls=Verb)
@@ -684,15 +733,16 @@ def pause(settings: Settings, run_name: str, reason: str, actor: str) -> None:
 
     with closing(open_store(settings)) as store:
         run_id = views_of(store).find_run(run_name)
-    state, why = pause_run(settings.database, run_id, reason=reason, actor=actor)
+    with until_told():
+        state, why = pause_run(settings.database, run_id, reason=reason, actor=actor)
 
-    def human(out: Printer) -> None:
-        if state == "paused":
-            out.line(f"{run_id} is paused; `agentctl resume {run_id}` goes on")
-        else:
-            out.line(f"{run_id} pauses as soon as what runs has ended")
+        def human(out: Printer) -> None:
+            if state == "paused":
+                out.line(f"{run_id} is paused; `agentctl resume {run_id}` goes on")
+            else:
+                out.line(f"{run_id} pauses as soon as what runs has ended")
 
-    Printer(settings).result("Pause", {"runId": run_id, "state": state, "reason": why}, human)
+        Printer(settings).result("Pause", {"runId": run_id, "state": state, "reason": why}, human)
 
 
 def print_outcome(printer: Printer, store: Store, run_id: str) -> int:

@@ -9,7 +9,7 @@ from typing import Any
 import click
 
 from .main import Settings, Verb, VerbGroup, pass_settings
-from .render import Printer, clean, counts_text, duration, ended, when, why_uncertain
+from .render import Printer, clean, counts_text, duration, ended, warn, when, why_uncertain
 from .run import open_store, views_of
 
 SHOWN_TASKS = 200
@@ -57,7 +57,10 @@ def _status_for_people(out: Printer, data: dict[str, Any], now: int) -> None:
     counts = data["taskCounts"]
     out.line(f"tasks     {ended(counts)} of {sum(counts.values())} ended: {counts_text(counts)}")
     if not over:
-        out.line(f"driver    {_driver(data['driver'], data['runId'])}")
+        if data["problem"] is not None:
+            out.line(f"driver    nobody can drive it: {clean(data['problem']['message'])}")
+        else:
+            out.line(f"driver    {_driver(data['driver'], data['runId'])}")
     if data["running"]:
         out.line("running:")
         for task in data["running"][:SHOWN_WAITING]:
@@ -180,6 +183,7 @@ def inspect(settings: Settings, run_name: str) -> None:
         if settings.json:
             Printer(settings).result("RunInspection", views.inspect(run_id), lambda out: None)
             return
+        store.refuse_future_records(run_id)
         out = Printer(settings)
         _status_for_people(out, views.status(run_id), store.clock.now())
         tasks, count = views.tasks(run_id, limit=SHOWN_TASKS)
@@ -222,6 +226,11 @@ def logs(settings: Settings, run_name: str, task_id: str | None) -> None:
         def human(out: Printer) -> None:
             _logs_for_people(out, entries)
             _conversation_for_people(out, said)
+            if task_id is not None and not entries and not said and (below := views.below(run_id, task_id)):
+                out.line(f"{clean(task_id)} has no output of its own; that of its {len(below)} tasks is shown by")
+                for name in below[:SHOWN_WAITING]:
+                    out.line(f"  agentctl logs {run_id} {clean(name)}")
+                _more(out, len(below) - SHOWN_WAITING)
 
         Printer(settings).result("Logs", data, human)
 
@@ -295,12 +304,16 @@ def runs_list(settings: Settings, limit: int, state: str | None, cursor: str | N
                 origin = run["sourceRunId"] or run["parentRunId"]
                 made = "" if origin is None else f"{run['mode']} of {origin}"
                 created = when(run["createdAt"])
-                rows.append((run["runId"], run["state"], run["workflow"], tasks, created, run["reason"], made))
+                reason = run["reason"] if run["problem"] is None else run["problem"]["code"]
+                rows.append((run["runId"], run["state"], run["workflow"], tasks, created, reason, made))
             heads: tuple[str, ...] = ("RUN", "STATE", "WORKFLOW", "TASKS", "CREATED", "REASON", "ORIGIN")
             if not any(row[-1] for row in rows):
                 heads, rows = heads[:-1], [row[:-1] for row in rows]
             out.table(heads, rows, states=1)
             if data["next"] is not None:
                 out.line(f"more: agentctl runs list --next {data['next']}")
+            for run in data["runs"]:
+                if run["problem"] is not None:
+                    warn(settings, f"{run['runId']}: {clean(run['problem']['message'])}")
 
         Printer(settings).result("RunList", data, human)

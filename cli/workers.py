@@ -13,15 +13,26 @@ from agentctl.store.errors import UsageError
 from agentctl.store.recycling import Limits
 
 from .amounts import Duration, Size
-from .main import Seconds, Settings, VerbGroup, pass_settings
+from .main import Seconds, Settings, Text, VerbGroup, pass_settings
 from .render import Printer, clean, duration, size, warn
 from .run import open_store, views_of
 
 DEFAULT_DRAIN_SECONDS = 30.0
+MAX_NAME = 100
 SMALLEST_RSS = 64 << 20
 """A worker that has just begun uses about half of it."""
 
 F = TypeVar("F", bound=Callable[..., Any])
+
+
+class Name(Text):
+    """The name of a process in lists, logs and units: one line that can be read and typed."""
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> str:
+        text = super().convert(value, param, ctx)
+        if not (1 <= len(text) <= MAX_NAME and text.isprintable() and text.strip() == text):
+            self.fail(f"a name has 1 to {MAX_NAME} printable characters, and no blank at its ends.", param, ctx)
+        return text
 
 
 def _into_environment(name: str) -> Callable[[click.Context, click.Parameter, str | None], None]:
@@ -105,7 +116,7 @@ def workers() -> None:
 
 @workers.command("start")
 @click.option("-n", "--count", type=click.IntRange(1, 1024), metavar="N", help="How many workers; else one per core.")
-@click.option("--name", metavar="NAME", help="Name of the pool; its workers are NAME-1, NAME-2, ...")
+@click.option("--name", type=Name(), metavar="NAME", help="Name of the pool; its workers are NAME-1, NAME-2, ...")
 @click.option("--no-coordinator", is_flag=True, help="Only workers: another process drives the runs.")
 @_care_options
 @_log_options
@@ -318,7 +329,7 @@ def worker() -> None:
 
 
 @worker.command("start")
-@click.option("--name", metavar="NAME", default="worker", help="Its name in `workers list` (worker).")
+@click.option("--name", type=Name(), metavar="NAME", default="worker", help="Its name in `workers list` (worker).")
 @_care_options
 @_log_options
 @pass_settings

@@ -296,12 +296,15 @@ class Coordinator:
         if started is not None:
             log.info("%s compensates %s", started, run_id)
 
-    def _set_aside(self, run_id: str, error: AgentctlError) -> None:
+    def _set_aside(self, run_id: str, error: AgentctlError, *, note: bool = True) -> None:
         log.error("%s cannot be driven and is set aside: %s", run_id, error.message, extra={"run": run_id})
         self._aside.add(run_id)
         driver = self.drivers.pop(run_id, None)
         if driver is not None:
             self.store.leave_run(run_id, driver=self.process_id, epoch=driver.epoch)
+        if note:
+            # The log is not where people look first: whoever asks for the run is told as well.
+            self.store.note_aside(run_id, error, by=self.process_id)
 
     def _timers_due(self) -> bool:
         now = self._clock.now()
@@ -339,8 +342,16 @@ class Coordinator:
         """Take runs that nobody drives (see `is_abandoned`)."""
         for run in self.store.overdue_runs():
             # Its wall time is over while it waits for a person: it ends without one.
-            if run.run_id not in self._aside and self.take(run, resume=True):
-                log.info("%s has run out of time", run.run_id, extra={"run": run.run_id})
+            if run.run_id in self._aside:
+                continue
+            try:
+                if self.take(run, resume=True):
+                    log.info("%s has run out of time", run.run_id, extra={"run": run.run_id})
+            except (ConflictError, CorruptStore, IncompatibleVersion) as error:
+                self._set_aside(run.run_id, error)
+        for run_id, newer in self.store.runs_of_a_newer().items():
+            if run_id not in self._aside:
+                self._set_aside(run_id, newer, note=False)  # its own row tells everybody
         runs = self.store.open_runs()
         for run in runs:
             if run.run_id in self.drivers or run.run_id in self._aside or not self.is_abandoned(run):
@@ -348,7 +359,7 @@ class Coordinator:
             try:
                 if self.take(run, resume=False):
                     log.info("adopted %s", run.run_id, extra={"run": run.run_id})
-            except (CorruptStore, IncompatibleVersion) as error:
+            except (ConflictError, CorruptStore, IncompatibleVersion) as error:
                 self._set_aside(run.run_id, error)
         known = {run.run_id for run in runs}
         self._silent_drivers = {name: seen for name, seen in self._silent_drivers.items() if name in known}
@@ -383,6 +394,8 @@ class Coordinator:
         for run_id, driver in self.drivers.items():
             self.store.leave_run(run_id, driver=self.process_id, epoch=driver.epoch)
         self.drivers.clear()
+        if self._aside:
+            self.store.forget_asides(self.process_id)
         self.listener.close()
         self.store.wakes.forget(self.process_id)
         self.store.set_process_state(self.process_id, "stopped")

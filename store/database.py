@@ -15,6 +15,8 @@ descriptor cannot be found, `synchronous=FULL` is used instead.
 
 from __future__ import annotations
 
+import contextlib
+import logging
 import os
 import threading
 from collections.abc import Callable
@@ -34,13 +36,17 @@ from .errors import (
     IncompatibleVersion,
     NotFoundError,
 )
-from .gate import Gate
+from .gate import Gate, write_lock_holder
+
+log = logging.getLogger(__name__)
 
 Connection = apsw.Connection
 Guess = TypeVar("Guess")
 
 BUSY_POLL_SECONDS = 0.002
 READ_PATIENCE_SECONDS = 60.0
+TELL_SECONDS = 2.0
+"""After so long a wait behind a program that knows no gate, a log line tells of it."""
 
 _opening = threading.Lock()
 _open_here: dict[str, int] = {}
@@ -52,6 +58,10 @@ class SyncFailed(EnvironmentFault):
     The kernel tells of a lost write once, so a later sync that succeeds means nothing: after this error the same
     connection promises nothing any more.
     """
+
+
+class StoreGone(EnvironmentFault):
+    """The file was removed or replaced under those who work on it. What they write from now on is lost."""
 
 
 class Database:
@@ -105,6 +115,8 @@ class Database:
         filesystem.require_writable(self.path)
         with _opening:
             self._connect(cache_kib, vfs, end_stuck)
+        status = os.stat(self.path)
+        self._file = (status.st_dev, status.st_ino)
         try:
             self._record_statement()
         except BaseException:
@@ -192,9 +204,14 @@ class Database:
         migrate.refuse_newer(version, self.path)
 
     def refuse_tables(self) -> None:
-        """Raise `IncompatibleVersion` when a file without a schema of ours has tables; inside a transaction."""
+        """Raise when a file without a schema has tables, of another program or of ours; inside a transaction."""
         tables = _scalar(self.connection, "SELECT COUNT(*) FROM sqlite_master")
         self._refuse_foreign(_pragma(self.connection, "application_id"), 0, bool(tables))
+        if tables:
+            raise CorruptStore(
+                f"{self.path} is damaged: it has tables, but the number of its schema is 0; nothing was changed",
+                remedy="restore a backup; `sqlite3 FILE .dump` shows what is in it",
+            )
 
     def _record_statement(self) -> None:
         """Keep what somebody has stated about the filesystem, since everything here relies on it."""
@@ -212,6 +229,8 @@ class Database:
         self._refuse_foreign(application, version, False)
         if version < migrate.LATEST:
             migrate.migrate(self)
+        names = self.connection.execute("SELECT name FROM sqlite_master WHERE type = 'table'")
+        migrate.require_tables((str(row[0]) for row in names), self.path)
         mode = str(_scalar(self.connection, "PRAGMA journal_mode"))
         if mode != "wal":
             raise CorruptStore(
@@ -283,6 +302,34 @@ class Database:
         except apsw.BusyError:  # another process recovers the WAL: whoever asks will look, and wait there
             return -1, self._commits
 
+    def may_begin(self) -> bool:
+        """Whether SQLite's write lock can be had at this instant; it is given back at once. The caller has the gate."""
+        try:
+            self.connection.execute("BEGIN IMMEDIATE")
+            self.connection.execute("ROLLBACK")
+        except apsw.BusyError:
+            return False
+        except apsw.Error as error:
+            raise self._translate(error) from error
+        return True
+
+    def require_place(self) -> None:
+        """Raise `StoreGone` when the file that is open here is not the one at its path any more."""
+        try:
+            status = os.stat(self.path)
+        except FileNotFoundError:
+            happened = "was removed"
+        except OSError:
+            return  # nobody can tell; whatever is wrong with the disk shows itself
+        else:
+            if (status.st_dev, status.st_ino) == self._file:
+                return
+            happened = "was replaced by another file"
+        raise StoreGone(
+            f"the database {self.path} {happened} while this process worked on it",
+            remedy="end everybody who uses it before it is moved or restored; what starts now uses what is there",
+        )
+
     def sync(self) -> None:
         """Make every commit of this connection durable. Raises `SyncFailed`, and then for ever."""
         if self._failed_sync is None:
@@ -328,24 +375,50 @@ class Database:
             self.gate.release()
             raise self._translate(error) from error
         except BaseException:
+            if self.connection.in_transaction:
+                self.connection.execute("ROLLBACK")
             self.gate.release()
             raise
 
     def _begin_behind_foreigner(self) -> None:
-        """A process outside the gate (a shell, a backup) has the lock. Ask until it is gone: that costs only time."""
+        """A process outside the gate (a shell, a backup) has the lock. Ask until it is gone: that costs only time.
+
+        Nothing is written yet, so signals are let in between two questions (see `Gate.let_in`).
+        """
         from tenacity import Retrying, retry_if_exception_type, wait_fixed
 
         self._behind_foreigner = True
+        told = False
+        since = self.clock.monotonic()
+
+        def sleep(seconds: float) -> None:
+            nonlocal told
+            if not told and self.clock.monotonic() - since >= TELL_SECONDS:
+                told = True
+                self._tell_of_foreigner()
+            with self.gate.let_in():
+                self.clock.sleep(seconds)
+
         try:
             for attempt in Retrying(
                 retry=retry_if_exception_type(apsw.BusyError),
                 wait=wait_fixed(BUSY_POLL_SECONDS),
-                sleep=self.clock.sleep,
+                sleep=sleep,
             ):
                 with attempt:
                     self.connection.execute("BEGIN IMMEDIATE")
         finally:
             self._behind_foreigner = False
+
+    def _tell_of_foreigner(self) -> None:
+        from .process_identity import read_stat
+
+        pid = write_lock_holder(self.path)
+        stat = None
+        with contextlib.suppress(PermissionError):
+            stat = None if pid is None else read_stat(pid)
+        who = "another program" if pid is None else f"process {pid}" + (f" ({stat.name})" if stat else "")
+        log.warning("waiting for %s, which holds SQLite's write lock on %s; nothing is written yet", who, self.path)
 
     @property
     def waits(self) -> bool:
@@ -429,7 +502,10 @@ def translate(error: apsw.Error, path: Path) -> AgentctlError:
         return ConflictError(f"the database refused an inconsistent change: {error}")
     if isinstance(error, apsw.BusyError):
         return EnvironmentFault(f"{path} stayed locked by another program", remedy="end that program")
-    return CorruptStore(f"SQLite reports: {error}")
+    return CorruptStore(
+        f"{path}: SQLite reports: {error}",
+        remedy="`agentctl doctor` and `agentctl db verify` look at the whole file; restore a backup if it is damaged",
+    )
 
 
 def _is_failed_sync(error: apsw.IOError) -> bool:

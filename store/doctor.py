@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import fcntl
 import os
+import signal
 import stat
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -18,9 +19,9 @@ from . import filesystem, migrate, process_identity
 from .artifacts import Artifacts
 from .clock import Clock
 from .database import Database
-from .errors import AgentctlError, CorruptStore
+from .errors import AgentctlError, CorruptStore, EnvironmentFault
 from .facts import Facts, gather, liveness, wal_use
-from .gate import flock_holder
+from .gate import MASKED, flock_holder
 from .process_identity import HOLDER_MARKER, Liveness
 from .records import ProcessRow, record
 from .timing import Timing
@@ -145,7 +146,9 @@ class _Examination:
 
     def _permissions(self) -> Check:
         folder = self._path.parent
+        self._require_file()
         if not folder.is_dir():
+            self._require_room()
             return Check("permissions", "ok", f"{folder} does not exist yet")
         if self._path.exists():
             filesystem.require_writable(self._path)
@@ -236,6 +239,11 @@ class _Examination:
 
     def _open(self) -> Check:
         """Opens nothing that it would have to make or to change."""
+        self._require_file()
+        if not self._path.exists():
+            # Nobody can make one where it could not be.
+            filesystem.require_local(self._path)
+            self._require_room()
         if not self._path.exists() or (self._path.is_file() and self._path.stat().st_size == 0):
             return Check(
                 "database",
@@ -257,39 +265,52 @@ class _Examination:
         runs = ", ".join(f"{number} {state}" for state, number in sorted(self._facts.runs.items())) or "none"
         return Check("database", "ok", f"schema {version}; runs: {runs}")
 
+    def _require_file(self) -> None:
+        if self._path.exists() and not self._path.is_file():
+            raise EnvironmentFault(f"{self._path} is not a file", remedy="choose another place with --db PATH")
+
+    def _require_room(self) -> None:
+        existing = filesystem.nearest_existing(self._path.parent)
+        if not existing.is_dir():
+            raise EnvironmentFault(f"{existing} is not a folder", remedy="choose another place with --db PATH")
+        filesystem.require_writable(existing / self._path.name)
+
     # -- the store -------------------------------------------------------------------------------------------------
 
     def _gate(self, facts: Facts, database: Database) -> Check:
-        """Whether writers get their turn: the gate can be had, or at least changes hands."""
+        """Whether writers get their turn: the gate can be had, or at least changes hands, and then SQLite's lock."""
         gate = database.gate.path
         descriptor = os.open(gate, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
         try:
             holders: set[int | None] = set()
-            waited = 0.0
+            foreign, waited = False, 0.0
             while waited < GATE_SECONDS:
                 try:
-                    fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                    fcntl.flock(descriptor, fcntl.LOCK_UN)
-                    break
+                    if _writer_may_begin(descriptor, database):
+                        break
+                    foreign = True
                 except BlockingIOError:
                     holders.add(flock_holder(os.fstat(descriptor)))
-                    self._clock.sleep(GATE_POLL_SECONDS)
-                    waited += GATE_POLL_SECONDS
+                self._clock.sleep(GATE_POLL_SECONDS)
+                waited += GATE_POLL_SECONDS
             else:
-                if len(holders) == 1:
-                    known = {row.pid: row for row in facts.processes if row.stopped_at is None}
-                    return self._stuck(next(iter(holders)), known, database)
+                known = {row.pid: row for row in facts.processes if row.stopped_at is None}
+                if foreign or len(holders) == 1:
+                    return self._stuck(next(iter(holders), None), known, database, foreign=foreign)
         finally:
             os.close(descriptor)
         return Check("gate", "ok", "writers get their turn")
 
-    def _stuck(self, pid: int | None, known: dict[int, ProcessRow], database: Database) -> Check:
+    def _stuck(self, pid: int | None, known: dict[int, ProcessRow], database: Database, *, foreign: bool) -> Check:
         strangers = [other for other in wal_use(database).written_by if other not in known]
-        if strangers:
+        if strangers or foreign:
+            found = process_identity.read_stat(strangers[0]) if strangers else None
+            name = f" ({found.name})" if found is not None else ""
+            who = f"pid {strangers[0]}{name}, which is no agentctl process," if strangers else "another program"
             return Check(
                 "gate",
                 "warn",
-                f"pid {strangers[0]}, which is no agentctl process, has locked the database for {GATE_SECONDS:g} s",
+                f"{who} has locked the database for {GATE_SECONDS:g} s",
                 "end that program, or wait for it: nothing is lost meanwhile",
             )
         who = "somebody" if pid is None else f"pid {pid}"
@@ -370,7 +391,13 @@ class _Examination:
 
     def _coordinator(self, facts: Facts, database: Database) -> Check:
         live = [row for row in self._alive(facts, "coordinator") if not self._silent(row)]
-        waiting = [run for run, driver in facts.drivers.items() if driver is None]
+        known = {row.process_id: row for row in facts.processes}
+        # A driver that died without a word, or is silent, drives nothing, whatever the run says.
+        waiting = [
+            run
+            for run, driver in facts.drivers.items()
+            if driver is None or driver not in known or not _lives(known[driver]) or self._silent(known[driver])
+        ]
         if live:
             return Check("coordinator", "ok", ", ".join(f"{row.name} (pid {row.pid})" for row in live[:SHOWN]))
         silent = self._alive(facts, "coordinator")
@@ -404,13 +431,17 @@ class _Examination:
                 f"processes of version {', '.join(old)} work here, this is {VERSION}",
                 "restart the pool",
             )
+        names = {row.process_id for row in live}
+        left = sum(1 for claim in facts.claims if claim[2] not in names)
         serving = [row for row in live if row.only_run is None and row.drain_requested_at is None]
-        if not serving and (self._strict or ready):
+        held = f"; {_count(left, 'attempt')} held by workers that are gone" if left else ""
+        if not serving and (self._strict or ready or left):
             status = "fail" if self._strict else "warn"
-            waits = f"; {_count(ready, 'attempt')} wait" if ready else ""
+            waits = (f"; {_count(ready, 'attempt')} wait" if ready else "") + held
             return Check("workers", status, f"no worker of a pool is live{waits}", "`agentctl workers start`")
-        busy = facts.queue.get("claimed", 0)
-        return Check("workers", "ok", f"{_count(len(live), 'worker')} alive, {busy} busy, {ready} waiting attempts")
+        busy = len(facts.claims) - left
+        message = f"{_count(len(live), 'worker')} alive, {busy} busy, {ready} waiting attempts{held}"
+        return Check("workers", "ok", message)
 
     def _artifacts(self, facts: Facts, database: Database) -> Check:
         artifacts = Artifacts(database, self._clock)
@@ -420,13 +451,18 @@ class _Examination:
 
     def _attention(self, facts: Facts, database: Database) -> Check:
         wait = []
+        if facts.problems:
+            run_id, problem = next(iter(facts.problems.items()))
+            one = f"{run_id} ({problem['message']})"
+            more = "" if len(facts.problems) == 1 else f" and {len(facts.problems) - 1} more (`agentctl runs list`)"
+            wait.append(f"{_count(len(facts.problems), 'run')} that nobody can drive: {one}{more}")
         if facts.uncertain_effects:
             wait.append(f"{_count(facts.uncertain_effects, 'uncertain effect')} (`agentctl effects list --uncertain`)")
         if facts.pending_approvals:
             wait.append(f"{_count(facts.pending_approvals, 'approval')} (`agentctl approvals list`)")
         if not wait:
             return Check("attention", "ok", "nothing waits for a person")
-        status = "warn" if facts.uncertain_effects else "ok"
+        status = "warn" if facts.uncertain_effects or facts.problems else "ok"
         return Check(
             "attention", status, f"waits for a person: {', '.join(wait)}", "decide them" if status == "warn" else None
         )
@@ -440,6 +476,20 @@ class _Examination:
     def _silent(self, row: ProcessRow) -> bool:
         timing = Timing.from_environment()
         return self._clock.now() - row.heartbeat_at > (timing.lease + timing.grace) * 1000
+
+
+def _writer_may_begin(gate: int, database: Database) -> bool:
+    """Take the gate and SQLite's write lock, and give both back at once; False when a program that knows no gate has
+    the lock. Raises BlockingIOError when the gate is held. Nobody stops this process in between."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, MASKED)
+    try:
+        fcntl.flock(gate, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        try:
+            return database.may_begin()
+        finally:
+            fcntl.flock(gate, fcntl.LOCK_UN)
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 def _lives(row: ProcessRow) -> bool:

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from . import (
     approvals,
+    asides,
     audit,
     commits,
     compensations,
@@ -37,7 +38,7 @@ from .canonical import canonical, loads
 from .clock import Clock
 from .database import Connection, Database
 from .embedding import Embedder, terms_of
-from .errors import NotFoundError, UsageError
+from .errors import AgentctlError, IncompatibleVersion, NotFoundError, UsageError
 from .memory_entries import Search, searchable_text
 from .records import (
     AttemptEnd,
@@ -216,6 +217,27 @@ class Store:
         """Runs in state `running`, oldest first."""
         with self.database.read() as tx:
             return runs.open_runs(tx)
+
+    def runs_of_a_newer(self) -> dict[str, IncompatibleVersion]:
+        """Runs that have not ended and that this version leaves alone, each with what to say of it."""
+        with self.database.read() as tx:
+            return asides.of_a_newer(tx)
+
+    def note_aside(self, run_id: str, error: AgentctlError, *, by: str) -> None:
+        """Keep why the process `by` does not drive a run, for whoever asks about it."""
+        with self.database.write() as tx:
+            asides.put(tx, run_id, error, by=by, now=self.clock.now())
+
+    def forget_asides(self, by: str) -> None:
+        """The process `by` leaves: its reasons count no more."""
+        with self.database.write() as tx:
+            asides.forget(tx, by)
+
+    def refuse_future_records(self, run_id: str) -> None:
+        """Raise `IncompatibleVersion` when anything of a run was written by a newer agentctl."""
+        with self.database.read() as tx:
+            runs.get(tx, run_id)
+            runs.refuse_future_records(tx, run_id)
 
     def overdue_runs(self) -> list[Run]:
         """Paused runs whose wall time is over."""
@@ -599,7 +621,11 @@ class Store:
     def renew(
         self, process_id: str, fence: Fence | None, *, lease_ms: int, rss: int, done: int, failed: int
     ) -> tuple[bool, bool]:
-        """Heartbeat of a process and, with a fence, renewal of its lease: (lease still held, asked to drain)."""
+        """Heartbeat of a process and, with a fence, renewal of its lease: (lease still held, asked to drain).
+
+        Raises `StoreGone`: whoever lives is the first to see that what he works on is not there any more.
+        """
+        self.database.require_place()
         now = self.clock.now()
         with self.database.write() as tx:
             drain = processes.heartbeat(tx, process_id, rss_bytes=rss, done=done, failed=failed, now=now)
@@ -714,7 +740,8 @@ class Store:
             return processes.get(tx, process_id)
 
     def driver_heartbeat(self, process_id: str, *, lease_ms: int, rss: int) -> bool:
-        """Heartbeat of a driver with renewal of all its runs; True when it was asked to drain."""
+        """Heartbeat of a driver with renewal of all its runs; True when it was asked to drain. Raises `StoreGone`."""
+        self.database.require_place()
         now = self.clock.now()
         with self.database.write() as tx:
             runs.renew_runs(tx, process_id, lease_ms=lease_ms, now=now)
@@ -765,8 +792,9 @@ class Store:
         return outcomes
 
     def prune_processes(self, *, older_than_ms: int) -> int:
-        """Delete rows of processes that ended long ago and hold nothing."""
+        """Delete rows of processes that ended long ago and hold nothing, and notes that count no more."""
         with self.database.write() as tx:
+            asides.prune(tx)
             return processes.prune(tx, before=self.clock.now() - older_than_ms)
 
     def find_process(self, name_or_id: str, kind: str) -> ProcessRow:

@@ -8,15 +8,16 @@ from __future__ import annotations
 
 import os
 from dataclasses import dataclass
+from typing import Any
 
-from . import process_identity, processes, task_queue
+from . import asides, process_identity, processes, task_queue
 from .database import Connection, Database, all_rows
+from .gate import WAL_WRITE_LOCK, record_locks
 from .process_identity import Liveness, ProcessIdentity
 from .records import ProcessRow, record
 
-WAL_LOCKS_AT = 120
+WAL_READERS = range(WAL_WRITE_LOCK + 3, WAL_WRITE_LOCK + 8)
 """Where SQLite locks its shared memory: the write lock, then checkpoint and recovery, then five marks of readers."""
-WAL_READERS = range(WAL_LOCKS_AT + 3, WAL_LOCKS_AT + 8)
 
 
 @record
@@ -33,6 +34,8 @@ class Facts:
     """(attempt, delivery, holder, run, lease end)"""
     drivers: dict[str, str | None]
     """The driver of each open run."""
+    problems: dict[str, dict[str, Any]]
+    """Open runs that nobody of this version drives, and why; see `asides`."""
     uncertain_effects: int
     pending_approvals: int
     newest_at: int
@@ -54,6 +57,7 @@ def gather(database: Database) -> Facts:
             oldest_finished_at=_number(tx, "SELECT MIN(finished_at) FROM attempts WHERE queue = 'finished'"),
             claims=task_queue.all_claims(tx),
             drivers=dict(all_rows(tx.execute("SELECT run_id, driver FROM runs WHERE ended_at IS NULL"))),
+            problems=asides.problems(tx),
             uncertain_effects=_number(
                 tx,
                 "SELECT COUNT(*) FROM effects e WHERE e.status = 'uncertain' AND NOT e.superseded AND NOT EXISTS "
@@ -111,27 +115,9 @@ def wal_use(database: Database) -> FileUse:
             except OSError:
                 continue
     readers, writers = set(), set()
-    for pid, kind, first, last in _locks(shared):
-        if kind == "WRITE" and first <= WAL_LOCKS_AT <= last:
+    for pid, kind, first, last in record_locks(shared):
+        if kind == "WRITE" and first <= WAL_WRITE_LOCK <= last:
             writers.add(pid)
         elif kind == "READ" and any(first <= mark <= last for mark in WAL_READERS):
             readers.add(pid)
     return FileUse(sorted(openers), sorted(readers), sorted(writers))
-
-
-def _locks(path: str) -> list[tuple[int, str, int, int]]:
-    """(pid, READ or WRITE, first byte, last byte) of every record lock on a file."""
-    try:
-        status = os.stat(path)
-        with open("/proc/locks", encoding="ascii", errors="replace") as table:
-            lines = [line.split() for line in table]
-    except OSError:
-        return []
-    wanted = f"{os.major(status.st_dev):02x}:{os.minor(status.st_dev):02x}:{status.st_ino}"
-    found = []
-    for fields in lines:
-        # A waiter has an arrow in the second column and holds nothing.
-        if fields[1:2] == ["POSIX"] and wanted in fields and len(fields) >= 8:
-            end = fields[7]
-            found.append((int(fields[4]), fields[3], int(fields[6]), 1 << 62 if end == "EOF" else int(end)))
-    return found

@@ -2,7 +2,9 @@
 
 SQLite's own waiting is a lottery that starves processes for seconds. So every writer first takes an exclusive `flock`
 on a file of its own, where the kernel queues fairly, and only then begins its transaction. While the gate is held the
-thread takes no stop or termination signal, since a stopped holder would stop everybody. SIGSTOP cannot be masked:
+thread takes no stop or termination signal, since a stopped holder would stop everybody. While it waits, in the queue or
+behind a program that knows no gate, nothing is written yet, so signals that end a program are let in (`let_in`); those
+that stop it never are, since the wait may be over at any instant. SIGSTOP cannot be masked:
 a waiter that has waited for `STUCK_SECONDS` looks up the holder and, if it is one of this database's own processes,
 kills it; SQLite then rolls its transaction back.
 """
@@ -16,7 +18,7 @@ import logging
 import os
 import signal
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
 from .errors import EnvironmentFault
@@ -24,6 +26,10 @@ from .errors import EnvironmentFault
 log = logging.getLogger(__name__)
 
 STUCK_SECONDS = 5.0
+WAL_WRITE_LOCK = 120
+"""The byte of SQLite's shared memory that a writer locks in WAL mode."""
+RESERVED_BYTE = 0x40000001
+"""The byte of the database file that a program locks that wants it for itself."""
 MASKED = frozenset(
     {
         signal.SIGTSTP,
@@ -40,6 +46,20 @@ MASKED = frozenset(
 )
 
 _MASKED_NUMBERS = frozenset(int(number) for number in MASKED)
+
+_ENDING = frozenset(int(n) for n in (signal.SIGINT, signal.SIGQUIT, signal.SIGTERM, signal.SIGHUP))
+"""What a wait lets in, where the thread did not block it before."""
+
+_held_for_an_answer: frozenset[int] = frozenset()
+
+
+def hold_for_an_answer(numbers: Iterable[int]) -> None:
+    """State which signals this process blocks only so that it can tell what it has written.
+
+    A wait lets them in, too: what waits has not written yet. An empty statement takes it back.
+    """
+    global _held_for_an_answer
+    _held_for_an_answer = frozenset(int(number) for number in numbers)
 
 
 def start_quiet_thread(target: Callable[[], None], name: str) -> threading.Thread:
@@ -121,14 +141,25 @@ class Gate:
                 self.waiting = True
                 _watch.begin(self)
                 try:
-                    fcntl.flock(self._fd, fcntl.LOCK_EX)
+                    with _let_in(old):
+                        fcntl.flock(self._fd, fcntl.LOCK_EX)
                 finally:
                     self.waiting = False
                     _watch.end(self)
         except BaseException:
+            fcntl.flock(self._fd, fcntl.LOCK_UN)  # a handler may have raised when the lock was ours already
             _signal.pthread_sigmask(signal.SIG_SETMASK, old)
             raise
         self._old_mask = old
+
+    @contextlib.contextmanager
+    def let_in(self) -> Iterator[None]:
+        """Within a held gate: a moment of waiting, in which signals that end a program are delivered.
+
+        Their handlers may raise out of it; the gate is still held then.
+        """
+        with _let_in(self._old_mask or set()):
+            yield
 
     def release(self) -> None:
         """Leave the gate; held-back signals are delivered now."""
@@ -160,19 +191,55 @@ class Gate:
             log.warning("waiting for process %d, which holds the write gate %s: %s", pid, self.path, refusal)
 
 
+@contextlib.contextmanager
+def _let_in(old: set[int]) -> Iterator[None]:
+    waiting = (set(old) - _held_for_an_answer) | (_MASKED_NUMBERS - _ENDING)
+    try:
+        _signal.pthread_sigmask(signal.SIG_SETMASK, waiting)
+        yield
+    finally:
+        # This call runs the handlers of whatever has come until now, so none is left to run after it.
+        _signal.pthread_sigmask(signal.SIG_BLOCK, _MASKED_NUMBERS)
+
+
 def flock_holder(status: os.stat_result) -> int | None:
     """The pid that holds an exclusive `flock` on this file, as far as this pid namespace can see it.
 
     Raises OSError where the kernel does not tell.
     """
+    return next((pid for kind, pid, _, _, _ in _locks(status) if kind == "FLOCK" and pid > 0), None)
+
+
+def write_lock_holder(path: Path) -> int | None:
+    """The pid that holds SQLite's write lock on the database at `path`, as far as this pid namespace can see it.
+
+    Only the kernel's table is read: whoever opens and closes the file itself gives up the locks of its own process.
+    """
+    for place, byte in ((f"{path}-shm", WAL_WRITE_LOCK), (str(path), RESERVED_BYTE)):
+        for pid, how, first, last in record_locks(place):
+            if how == "WRITE" and first <= byte <= last and pid > 0:
+                return pid
+    return None
+
+
+def record_locks(path: str) -> list[tuple[int, str, int, int]]:
+    """(pid, READ or WRITE, first byte, last byte) of every record lock on a file; none where nobody can tell."""
+    try:
+        return [lock[1:] for lock in _locks(os.stat(path)) if lock[0] in ("POSIX", "OFDLCK")]
+    except OSError:
+        return []
+
+
+def _locks(status: os.stat_result) -> Iterator[tuple[str, int, str, int, int]]:
+    """Kind, pid, READ or WRITE, first and last byte of each lock on a file that the kernel tells of. Raises OSError."""
     wanted = f"{os.major(status.st_dev):02x}:{os.minor(status.st_dev):02x}:{status.st_ino}"
     with open("/proc/locks", encoding="ascii", errors="replace") as table:
         for line in table:
             fields = line.split()
-            if fields[1:2] == ["FLOCK"] and wanted in fields:
-                pid = int(fields[fields.index(wanted) - 1])
-                return pid if pid > 0 else None
-    return None
+            # "1: POSIX  ADVISORY  WRITE 4711 08:01:1234 120 120"; a waiter has an arrow in front and holds nothing.
+            if len(fields) == 8 and fields[5] == wanted:
+                last = 1 << 62 if fields[7] == "EOF" else int(fields[7])
+                yield fields[1], int(fields[4]), fields[3], int(fields[6]), last
 
 
 def yield_gently() -> None:

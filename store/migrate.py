@@ -6,6 +6,7 @@ A database that a newer agentctl has written is refused and left untouched.
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Iterable
 from importlib import resources
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -22,12 +23,57 @@ LATEST = 12
 """The schema that this code knows; the number of the last file in `migrations/`."""
 
 
+TABLES = frozenset(
+    {
+        "approvals",
+        "artifact_blobs",
+        "artifact_ingests",
+        "artifact_refs",
+        "attempts",
+        "audit_events",
+        "budget_lines",
+        "budget_reservations",
+        "checkpoints",
+        "compensations_due",
+        "effect_reconciliations",
+        "effects",
+        "long_term_memory",
+        "memory_values",
+        "meta",
+        "processes",
+        "protocol_calls",
+        "protocol_sessions",
+        "provider_sessions",
+        "run_budgets",
+        "run_documents",
+        "run_numbers",
+        "run_outputs",
+        "runs",
+        "stream_events",
+        "tasks",
+        "tool_calls",
+        "turns",
+    }
+)
+"""What the latest schema consists of."""
+
+
 def refuse_newer(version: int, path: Path) -> None:
     """Raise `IncompatibleVersion` when a newer agentctl has written the database."""
     if version > LATEST:
         raise IncompatibleVersion(
             f"{path} has schema {version}; this agentctl knows schemas up to {LATEST}. The file was left untouched",
             remedy="upgrade agentctl",
+        )
+
+
+def require_tables(names: Iterable[str], path: Path) -> None:
+    """Raise `CorruptStore` when tables of the latest schema are not among those that the file has."""
+    missing = sorted(TABLES.difference(names))
+    if missing:
+        raise CorruptStore(
+            f"{path} is damaged: its schema {LATEST} lacks {', '.join(missing)}; nothing was changed",
+            remedy="restore a backup; `sqlite3 FILE .dump` shows what is left",
         )
 
 

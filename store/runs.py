@@ -235,13 +235,12 @@ VERSIONED = (
 """What belongs to a run and has a version of its own."""
 
 
-def refuse_future_records(tx: Connection, run_id: str) -> None:
-    """Raise `IncompatibleVersion` if anything that belongs to a run was written by a newer agentctl.
+def future_records(tx: Connection, run_id: str) -> list[str]:
+    """What of a run was written by a newer agentctl, in words: the first of each kind.
 
-    Asked before a run is taken, resumed or cancelled. Indexes of such records alone answer it, whatever the run's size.
+    Indexes of such records alone answer it, whatever the run's size.
     """
-    if tx.execute("SELECT 1 FROM runs WHERE run_id = ?", (run_id,)).fetchone() is None:
-        raise NotFoundError(f"there is no run {run_id} in this database", run_id=run_id)
+    found = []
     for what, table, column, known in VERSIONED:
         # The number stands in the text, since only then SQLite sees that the index is the right one.
         row = tx.execute(
@@ -249,12 +248,22 @@ def refuse_future_records(tx: Connection, run_id: str) -> None:
             (run_id,),
         ).fetchone()
         if row is not None:
-            raise IncompatibleVersion(
-                f"{what} of {run_id} was written by a newer agentctl (version {row[0]}, this one knows {known}); "
-                "nothing was changed",
-                remedy="upgrade agentctl",
-                run_id=run_id,
+            found.append(
+                f"{what} of {run_id} was written by a newer agentctl (version {row[0]}, this one knows {known})"
             )
+    return found
+
+
+def refuse_future_records(tx: Connection, run_id: str) -> None:
+    """Raise `IncompatibleVersion` if anything that belongs to a run was written by a newer agentctl.
+
+    Asked before a run is taken, resumed or cancelled, and before all of it is shown.
+    """
+    if tx.execute("SELECT 1 FROM runs WHERE run_id = ?", (run_id,)).fetchone() is None:
+        raise NotFoundError(f"there is no run {run_id} in this database", run_id=run_id)
+    found = future_records(tx, run_id)
+    if found:
+        raise IncompatibleVersion(f"{found[0]}; nothing was changed", remedy="upgrade agentctl", run_id=run_id)
 
 
 def documents(tx: Connection, run_id: str) -> RunDocuments:

@@ -14,6 +14,7 @@ from .artifacts import Artifacts
 from .canonical import text_digest
 from .database import Connection, Database, all_rows
 from .errors import AgentctlError, CorruptStore, NotFoundError
+from .memory_entries import ENTRY_FORMAT
 from .migrate import LATEST
 from .records import Run
 from .states import RUN_FINAL
@@ -33,6 +34,13 @@ def verify(database: Database, artifacts: Artifacts | None) -> dict[str, Any]:
         found += [
             (str(table), f"row {number} refers to one of {parent} that is not there")
             for table, number, parent, _ in tx.execute("PRAGMA foreign_key_check")
+        ]
+        found += [
+            ("memory", f"entry {key!r} of {namespace!r} was written by a newer agentctl (version {version})")
+            for namespace, key, version in tx.execute(
+                "SELECT namespace, memory_key, format_version FROM long_term_memory WHERE format_version > ?",
+                (ENTRY_FORMAT,),
+            )
         ]
         run_ids = [row[0] for row in tx.execute("SELECT run_id FROM runs ORDER BY created_at, run_id")]
     checked = 0
@@ -87,6 +95,9 @@ def _run_problems(tx: Connection, run_id: str) -> list[str]:
     """What the tables say of a run and its chain, its trail or its digests do not. Raises `CorruptStore` for a chain
     that is broken in itself."""
     run = runs.get(tx, run_id)
+    future = runs.future_records(tx, run_id)
+    if future:
+        return future  # whatever else does not fit may be what the newer one means by it
     links = audit.read_chain(tx, run_id)
     told = rebuild([state for _, state, _, _ in links])
     problems: list[str] = []

@@ -11,7 +11,7 @@ import json
 from collections.abc import Iterator, Sequence
 from typing import Any, TypeAlias
 
-from . import artifacts, audit, ledger, process_identity, processes, protocols, runs, standing
+from . import artifacts, asides, audit, ledger, process_identity, processes, protocols, runs, standing
 from .canonical import text_digest
 from .clock import Clock
 from .conversations import PREFIX
@@ -23,16 +23,15 @@ from .records import (
     AUDIT_EVENT_VERSION,
     BUDGET_FORMAT_VERSION,
     EFFECT_FORMAT_VERSION,
-    PLAN_FORMAT_VERSION,
     PROVIDER_SESSION_FORMAT_VERSION,
     RECONCILIATION_FORMAT_VERSION,
-    RUNTIME_STATE_VERSION,
     STREAM_EVENT_FORMAT_VERSION,
     TASK_METADATA_VERSION,
     ProcessRow,
     Run,
 )
 from .states import TASK_FINAL
+from .versions import check_versions
 
 MAX_WAITING = 100
 """How many waiting tasks, uncertain effects and running tasks a status lists; counts are always complete."""
@@ -73,6 +72,11 @@ class Views:
         """RunStatus: the summary, who drives the run, and why each waiting task waits."""
         with self._database.read() as tx:
             return _status(tx, runs.get(tx, run_id), now=self._clock.now())
+
+    def problem(self, run_id: str) -> dict[str, Any] | None:
+        """`{code, message}` of what keeps every coordinator from driving a run that has not ended, or None."""
+        with self._database.read() as tx:
+            return asides.problem_of(tx, run_id)
 
     def progress(self, run_id: str) -> dict[str, Any]:
         """The little that a progress display needs: `state, reason, taskCounts, taskCount, running`."""
@@ -301,6 +305,15 @@ class Views:
                 )
             return found, run.task_count
 
+    def below(self, run_id: str, task_id: str) -> list[str]:
+        """The tasks that an expansion or a sub-workflow has put in the place of one, in compiled order."""
+        with self._database.read() as tx:
+            rows = tx.execute(
+                "SELECT task_id FROM tasks WHERE run_id = ? AND substr(task_id, 1, ?) = ? ORDER BY task_no",
+                (run_id, len(task_id) + 2, f"{task_id}--"),
+            )
+            return [row[0] for row in rows]
+
     def logs(self, run_id: str, task_id: str | None) -> list[dict[str, Any]]:
         """What process tasks have printed, per attempt and effect, in compiled order.
 
@@ -476,14 +489,39 @@ def _list_runs(tx: Connection, *, limit: int, state: str | None, cursor: str | N
         "ORDER BY created_at DESC, run_id DESC LIMIT ?",
         (*arguments, limit + 1),
     )
-    found = []
-    for row in rows[:limit]:
-        _check_version("the state", row[0], RUNTIME_STATE_VERSION, row[2])
-        _check_version("the plan", row[1], PLAN_FORMAT_VERSION, row[2])
-        found.append(Run(*row[2:]))
-    counts = _task_counts(tx, [run.run_id for run in found])
+    found = [Run(*row[2:]) for row in rows[:limit]]
+    counts, problems = _readable_counts(tx, rows[:limit])
+    problems = asides.problems(tx) | problems
     following = f"{found[-1].created_at}:{found[-1].run_id}" if len(rows) > limit else None
-    return {"runs": [_summary(run, counts[run.run_id]) for run in found], "next": following}
+    shown = [{**_summary(run, counts.get(run.run_id, {})), "problem": problems.get(run.run_id)} for run in found]
+    return {"runs": shown, "next": following}
+
+
+def _readable_counts(
+    tx: Connection, rows: Sequence[tuple[Any, ...]]
+) -> tuple[dict[str, dict[str, int]], dict[str, dict[str, Any]]]:
+    """Tasks per state of a page of runs, and what to say of those that a newer agentctl has written.
+
+    One that cannot be read must not hide the others; what is told of it is its row, as it stands there.
+    """
+    problems: dict[str, dict[str, Any]] = {}
+    readable = []
+    for row in rows:
+        try:
+            check_versions(row[2], row[0], row[1])
+            readable.append(row[2])
+        except IncompatibleVersion as error:
+            problems[row[2]] = {"code": error.code, "message": error.message}
+    try:
+        return _task_counts(tx, readable), problems
+    except IncompatibleVersion:  # a task of one of them: which one, tells a look at each
+        counts: dict[str, dict[str, int]] = {}
+        for run_id in readable:
+            try:
+                counts |= _task_counts(tx, [run_id])
+            except IncompatibleVersion as error:
+                problems[run_id] = {"code": error.code, "message": error.message}
+        return counts, problems
 
 
 # -- status --------------------------------------------------------------------------------------------------
@@ -509,6 +547,7 @@ def _status(tx: Connection, run: Run, *, now: int) -> dict[str, Any]:
         "pauseRequestedAt": run.pause_requested_at,
         "pauseReason": runs.pause_reason(tx, run.run_id),
         "driver": driver,
+        "problem": asides.problem_of(tx, run.run_id),
         "running": _with_liveness(tx, _running_tasks(tx, run.run_id, limit=MAX_WAITING)),
         "unrecorded": _unrecorded(tx, run, limit=MAX_WAITING),
         "waiting": waiting,
@@ -758,6 +797,7 @@ def _message(error_json: str | None) -> str | None:
 
 
 def _inspect(tx: Connection, run: Run, *, now: int) -> dict[str, Any]:
+    runs.refuse_future_records(tx, run.run_id)
     return {
         "run": _run_record(tx, run),
         "tasks": list(_task_records(tx, run)),

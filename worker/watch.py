@@ -16,8 +16,9 @@ from pathlib import Path
 
 from agentctl.store import wakeups
 from agentctl.store.clock import Clock
+from agentctl.store.database import StoreGone
 from agentctl.store.engine import Store, own_rss
-from agentctl.store.errors import AgentctlError
+from agentctl.store.errors import AgentctlError, NotFoundError
 from agentctl.store.gate import start_quiet_thread
 from agentctl.store.records import Claim
 from agentctl.store.timing import Timing
@@ -155,10 +156,21 @@ class Watch:
                 continue
             try:
                 if store is None:
-                    store = Store(self._path, self._clock, cache_kib=256)
+                    store = self._open()
                 next_beat = self._look(store, current, next_beat)
+            except StoreGone as error:
+                # What runs may finish, though its result goes nowhere; then the heartbeat of the worker ends it.
+                if not self.drain:
+                    log.error("%s; this worker ends", error.message)
+                self.drain = True
             except AgentctlError as error:
                 log.warning("the watch could not look: %s", error.message)
+
+    def _open(self) -> Store:
+        try:
+            return Store(self._path, self._clock, cache_kib=256)
+        except NotFoundError as error:
+            raise StoreGone(error.message, remedy=error.remedy) from error
 
     def _look(self, store: Store, current: tuple[Claim, float], next_beat: float) -> float:
         claim, started = current

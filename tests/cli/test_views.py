@@ -350,9 +350,9 @@ def test_runs_are_found_by_prefix_and_latest(world: World) -> None:
 
 
 FUTURE = {
-    "runs.runtime_state_version": ("UPDATE runs SET runtime_state_version = 99", ("status", "inspect", "list", "logs")),
-    "runs.plan_format_version": ("UPDATE runs SET plan_format_version = 99", ("status", "inspect", "list", "outcome")),
-    "tasks.metadata_version": ("UPDATE tasks SET metadata_version = 99", ("status", "inspect", "list", "progress")),
+    "runs.runtime_state_version": ("UPDATE runs SET runtime_state_version = 99", ("status", "inspect", "logs")),
+    "runs.plan_format_version": ("UPDATE runs SET plan_format_version = 99", ("status", "inspect", "outcome")),
+    "tasks.metadata_version": ("UPDATE tasks SET metadata_version = 99", ("status", "inspect", "progress")),
     "effects.format_version": ("UPDATE effects SET format_version = 99", ("inspect", "logs")),
     "checkpoints.format_version": ("UPDATE checkpoints SET format_version = 99", ("inspect",)),
     "audit_events.event_version": ("UPDATE audit_events SET event_version = 99", ("inspect", "events")),
@@ -371,7 +371,6 @@ def test_rows_from_the_future_are_refused(world: World, what: str) -> None:
     asked = {
         "status": lambda: world.views.status(run),
         "inspect": lambda: world.views.inspect(run),
-        "list": lambda: world.views.list_runs(limit=10),
         "logs": lambda: world.views.logs(run, None),
         "events": lambda: world.views.events(run),
         "progress": lambda: world.views.progress(run),

@@ -8,6 +8,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from support.children import wait_until
@@ -367,3 +368,29 @@ class Finder:
 sys.meta_path.insert(0, Finder())
 main()
 """
+
+
+@pytest.mark.parametrize("verb", [("workers", "start"), ("worker", "start")])
+@pytest.mark.parametrize("name", ["", " ", "a\nb", "x" * 500, "tail "])
+def test_a_name_that_nobody_could_read_or_type_is_refused(cli: Any, verb: tuple[str, str], name: str) -> None:
+    result = cli.json(*verb, "--name", name)
+    assert (result.code, result.error["code"]) == (2, "usage")
+    assert "--name" in result.error["message"]
+    assert not cli.database.exists()
+
+
+def test_an_empty_cursor_file_means_the_start(cli: Any) -> None:
+    cli("submit", "hello.yaml")
+    place = cli.write("cursor", "")
+    first = cli.json("events", "--cursor-file", place)
+    assert first.code == 0
+    assert first.data["events"]
+    assert place.read_text().strip() == first.data["cursor"]
+    assert cli.json("events", "--cursor-file", place).data["events"] == []
+
+
+def test_logs_of_an_aggregate_show_the_way_to_its_tasks(cli: Any) -> None:
+    run_id = cli.json("run", "shell.yaml", "--inputs", '{"script": "echo $1 here"}').data["runId"]
+    shown = cli("logs", run_id, "each").out
+    [command] = [line.strip() for line in shown.splitlines() if "agentctl logs" in line]
+    assert "1 here" in cli(*command.split()[1:]).out

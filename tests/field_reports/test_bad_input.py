@@ -282,10 +282,10 @@ FUTURES = {
     "events": "UPDATE audit_events SET event_version = 2",
 }
 READERS = {
-    "runs": ["runs list", "status RUN", "inspect RUN", "resume RUN", "cancel RUN", "logs RUN", "wait RUN", "events RUN"],
-    "plans": ["runs list", "status RUN", "inspect RUN", "resume RUN", "cancel RUN", "logs RUN", "wait RUN"],
+    "runs": ["status RUN", "inspect RUN", "resume RUN", "cancel RUN", "logs RUN", "wait RUN", "events RUN"],
+    "plans": ["status RUN", "inspect RUN", "resume RUN", "cancel RUN", "logs RUN", "wait RUN"],
     "effects": ["inspect RUN", "logs RUN", "status RUN", "resume RUN", "cancel RUN"],
-    "tasks": ["runs list", "status RUN", "inspect RUN", "resume RUN", "cancel RUN"],
+    "tasks": ["status RUN", "inspect RUN", "resume RUN", "cancel RUN"],
     "budgets": ["status RUN", "inspect RUN", "resume RUN", "cancel RUN"],
     "checkpoints": ["inspect RUN", "resume RUN", "cancel RUN"],
     "events": ["events RUN", "inspect RUN", "resume RUN", "cancel RUN"],
@@ -322,7 +322,7 @@ def _paused(field: Field) -> str:
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("kind", FUTURES)
 def test_records_of_the_future(field: Field, kind: str) -> None:
-    """Whoever meets one refuses with exit 5, and nothing is changed."""
+    """Whoever meets one refuses with exit 5, and nothing is changed; a list of runs shows the others, and says so."""
     run_id = _paused(field)
     _future(field, kind)
     before = _content(field)
@@ -332,6 +332,9 @@ def test_records_of_the_future(field: Field, kind: str) -> None:
         assert "newer" in result.error["message"]
         assert result.error["remedy"]
         assert _content(field) == before, verb
+    problem = field.json("runs", "list").data["runs"][0]["problem"]
+    assert problem is None or problem["code"] == "incompatible_version"
+    assert (problem is not None) or kind not in ("runs", "plans", "tasks")
     assert field.labels() == ["done"]
 
 

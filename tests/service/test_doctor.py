@@ -106,6 +106,9 @@ def test_what_the_dead_have_left_is_named(field: Field) -> None:
     found = named_json(result.data)
     assert found["processes"]["status"] == "warn"
     assert "with 1 claimed attempt, driving 1 run" in found["processes"]["message"]
+    assert (found["coordinator"]["status"], found["workers"]["status"]) == ("warn", "warn")
+    assert "1 run not ended" in found["coordinator"]["message"]
+    assert "1 attempt held by workers that are gone" in found["workers"]["message"]
     assert found["orphans"]["status"] == "fail"
     [pid] = field.effect_processes()
     assert str(pid) in found["orphans"]["message"]
@@ -126,11 +129,38 @@ def test_a_stranger_that_locks_the_database_is_named(field: Field) -> None:
         return gate["status"] == "warn"
 
     wait_until(stuck, "the gate is stuck")
-    assert f"pid {locker.pid}," in said[-1]
+    assert f"pid {locker.pid} " in said[-1]
     locker.signal(signal.SIGKILL)
     locker.wait()
     wait_until(lambda: field.json("doctor", "--ready").code == 0, "all is well again")
     field.check_clean_end(drained=[pool])
+
+
+def test_a_stranger_is_named_though_nobody_waits_behind_it(field: Field) -> None:
+    field.submit(field.workflow("w", [field.tick_task("t", idempotent=True)]))
+    locker = field.locker(120, 120, 1, 1)
+
+    def gate() -> Check:
+        return named(examine(field.database, ManualClock(NOW), ["gate", "database"]))["gate"]
+
+    wait_until(lambda: gate().status == "warn", "the lock is seen")
+    assert f"pid {locker.pid} " in gate().message
+    locker.signal(signal.SIGKILL)
+    locker.wait()
+    assert gate().status == "ok"
+
+
+@pytest.mark.parametrize("how", [[], ["--live"]])
+def test_a_place_where_no_database_can_be(field: Field, how: list[str]) -> None:
+    folder = field.root / "folder"
+    folder.mkdir()
+    for place, word in ((folder, "is not a file"), (Path("/proc/x/r.db"), "unknown type")):
+        result = field.json("--db", place, "doctor", *how)
+        assert result.code == 6
+        found = named_json(result.data)["database"]
+        assert found["status"] == "fail"
+        assert word in found["message"]
+        assert "agentctl run" not in found["remedy"]
 
 
 def test_who_reads_and_who_has_it_open(field: Field, store: Store) -> None:

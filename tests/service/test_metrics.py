@@ -138,5 +138,5 @@ def test_without_the_extra_a_remedy_is_named(field: Field) -> None:
     assert field("run", "hello.yaml").code == 0
     blocked = field.tool("prometheus_client.py", "raise ImportError('not here')\n")
     result = field.json("metrics", "show", env={"PYTHONPATH": str(blocked.parent)})
-    assert (result.code, result.error["code"]) == (5, "environment")
+    assert (result.code, result.error["code"]) == (6, "environment")
     assert "agentctl[metrics]" in result.error["remedy"]

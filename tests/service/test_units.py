@@ -273,6 +273,36 @@ def test_what_has_changed_is_restarted(field: Field, systemd: Path) -> None:
     assert told(field) == [f"--user try-restart {POOL}", f"--user enable --now {POOL}"]
 
 
+@pytest.mark.parametrize("first", ["daemon-reload", "try-restart", "--no-enable"])
+def test_what_an_unfinished_install_has_changed_is_restarted_by_the_next(
+    field: Field, systemd: Path, first: str
+) -> None:
+    """The files say it already, but what runs has its old options."""
+    running = {"RUNNING": POOL}
+    assert field.json("workers", "install", "--user", "-n", "2").code == 0
+    if first == "--no-enable":
+        shown = field("workers", "install", "--user", "-n", "3", first, env=running).out
+        assert f"then: `systemctl --user try-restart {POOL}`" in shown
+    else:
+        assert field.json("workers", "install", "--user", "-n", "3", env={**running, "FAILS": first}).code == 5
+    told(field)
+    assert field.json("workers", "install", "--user", "-n", "3", env=running).data["restarted"] == [POOL]
+    assert told(field) == [f"--user try-restart {POOL}", f"--user enable --now {POOL}"]
+    assert field.json("workers", "install", "--user", "-n", "3", env=running).data["restarted"] == []
+    assert [path.name for path in systemd.iterdir()] == [POOL]
+
+
+def test_a_unit_that_runs_though_its_file_was_gone_is_restarted(field: Field, systemd: Path) -> None:
+    assert field.json("workers", "install", "--user", env={"RUNNING": POOL}).data["restarted"] == [POOL]
+
+
+def test_the_place_that_is_shown_can_be_pasted(field: Field, systemd: Path) -> None:
+    place = field.root / "a b'c"
+    shown = field("--db", place / "r.db", "workers", "install", "--user", "--no-enable").out
+    line = shown.splitlines()[-1].partition("`")[2].rstrip("`")
+    assert shlex.split(line) == ["export", f"AGENTCTL_DB={place}/r.db"]
+
+
 def wanted_by(systemd: Path, *names: str) -> None:
     wants = systemd / "default.target.wants"
     wants.mkdir(exist_ok=True)

@@ -283,6 +283,40 @@ def test_the_database_of_another_program_is_refused_byte_for_byte(tmp_path: Path
     assert contents(tmp_path) == before
 
 
+def test_the_tables_that_have_to_be_there_are_those_that_are_made(store: Store) -> None:
+    sql = "SELECT name FROM sqlite_master WHERE type = 'table' AND name NOT LIKE 'sqlite_%'"
+    assert {row[0] for row in rows(store, sql)} == migrate.TABLES
+
+
+@pytest.mark.parametrize(
+    ("statement", "word"),
+    [
+        ("DROP TABLE attempts", "lacks attempts"),
+        ("DROP TABLE meta", "lacks meta"),
+        ("PRAGMA user_version = 0", "number of its schema is 0"),
+    ],
+)
+def test_a_schema_that_is_damaged_in_part_is_refused_at_opening(tmp_path: Path, statement: str, word: str) -> None:
+    path = tmp_path / "agentctl.db"
+    Store(path, SystemClock(), create=True).close()
+    foreign(path, statement)
+    before = path.read_bytes()
+    for _ in range(2):
+        with pytest.raises(CorruptStore, match=word) as refusal:
+            Store(path, SystemClock(), create=True)
+        assert str(path) in refusal.value.message
+        assert refusal.value.remedy
+    assert path.read_bytes() == before
+
+
+def test_a_table_that_vanishes_under_a_process_is_told_with_the_place(busy: Store) -> None:
+    foreign(busy.path, "DROP TABLE processes")
+    with pytest.raises(CorruptStore, match="no such table") as refusal:
+        busy.live_processes()
+    assert str(busy.path) in refusal.value.message
+    assert refusal.value.remedy
+
+
 def test_another_program_that_has_its_tables_in_the_wal_only(tmp_path: Path) -> None:
     path = tmp_path / "theirs.db"
     connection = apsw.Connection(str(path))

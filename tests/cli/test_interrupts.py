@@ -1,0 +1,98 @@
+"""A signal while a command waits to write, and one that comes when it has written."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sqlite3
+import subprocess
+from collections.abc import Callable, Iterator
+from contextlib import closing, contextmanager
+from typing import Any
+
+import pytest
+from support.children import wait_until
+
+SIGNALS = (signal.SIGINT, signal.SIGTERM)
+
+
+@contextmanager
+def _locked(cli: Any) -> Iterator[None]:
+    """A program that knows no gate holds SQLite's write lock."""
+    with closing(sqlite3.connect(cli.database, isolation_level=None)) as connection:
+        connection.execute("BEGIN IMMEDIATE")
+        yield
+        connection.execute("ROLLBACK")
+
+
+def _scalar(cli: Any, sql: str) -> Any:
+    with closing(sqlite3.connect(cli.database, timeout=60)) as connection:
+        return connection.execute(sql).fetchone()[0]
+
+
+def _picture(cli: Any) -> tuple[Any, ...]:
+    return tuple(
+        _scalar(cli, sql)
+        for sql in (
+            "SELECT COUNT(*) FROM runs",
+            "SELECT COUNT(*) FROM audit_events",
+            "SELECT COUNT(*) FROM runs WHERE cancel_requested_at IS NOT NULL OR pause_requested_at IS NOT NULL",
+        )
+    )
+
+
+@pytest.mark.parametrize("verb", ["submit", "run", "cancel", "pause"])
+def test_a_wait_behind_a_foreign_lock_says_so_and_ends_at_a_signal(cli: Any, verb: str) -> None:
+    run_id = cli.json("submit", "hello.yaml").data["runId"]
+    before = _picture(cli)
+    number = SIGNALS[verb in ("submit", "cancel")]
+    with _locked(cli):
+        process = cli.start(verb, "hello.yaml" if verb in ("submit", "run") else run_id)
+        said = process.stderr.readline()
+        assert str(os.getpid()) in said
+        assert "write lock" in said
+        process.send_signal(number)
+        out, err = process.communicate(timeout=60)
+        assert (process.returncode, out, err) == (130, "", "")
+    assert _picture(cli) == before
+
+
+@contextmanager
+def _stuffed_pipe() -> Iterator[tuple[int, Callable[[], str]]]:
+    """A pipe that takes nothing until the returned function has read it to its end."""
+    reading, writing = os.pipe()
+    os.set_blocking(writing, False)
+    filler = 0
+    try:
+        while True:
+            filler += os.write(writing, b".")
+    except BlockingIOError:
+        os.set_blocking(writing, True)
+
+    def rest() -> str:
+        os.close(writing)
+        with os.fdopen(reading, encoding="utf-8") as stream:
+            return stream.read()[filler:]
+
+    yield writing, rest
+
+
+@pytest.mark.parametrize("number", SIGNALS)
+@pytest.mark.parametrize("verb", ["submit", "cancel"])
+def test_what_is_written_is_told_though_a_signal_comes(cli: Any, verb: str, number: signal.Signals) -> None:
+    """The answer cannot be printed when the signal comes, and is printed whole when it can."""
+    if verb == "cancel":
+        run_id = cli.json("submit", "hello.yaml").data["runId"]
+        argument, written = run_id, "SELECT COUNT(*) FROM runs WHERE ended_at IS NOT NULL"
+    else:
+        argument, written = "hello.yaml", "SELECT COUNT(*) FROM runs"
+        cli.json("runs", "list")
+        cli.json("memory", "put", "a", "1")
+    with _stuffed_pipe() as (stdout, rest):
+        process = cli.start(verb, argument, stdout=stdout, stderr=subprocess.DEVNULL)
+        wait_until(lambda: _scalar(cli, written) == 1, "it is written")
+        process.send_signal(number)
+        said = rest()
+        assert process.wait(timeout=60) == 0
+    run_id = _scalar(cli, "SELECT run_id FROM runs")
+    assert run_id in said
