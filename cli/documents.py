@@ -22,6 +22,7 @@ from .variables import read_pairs, unknown_inputs, unknown_variables, unreachabl
 
 if TYPE_CHECKING:
     from agentctl.coordinator.definition import LoadedDocument
+    from agentctl.coordinator.diagnostics import Diagnostic
     from agentctl.coordinator.plan import Plan
 
 MAX_INPUTS = 1 << 20
@@ -226,6 +227,19 @@ def compile_file(
     return document, plan
 
 
+def refused_by_policy(document: LoadedDocument, plan: Plan) -> list[Diagnostic]:
+    """A warning for each denial for which `run` refuses to begin: secrets, names of variables, and hosts.
+
+    Raises `UsageError` when the endpoint of a provider is no address.
+    """
+    from .preflight import denials
+
+    return [
+        document.source.diagnostic("policy_denied", problem.message, place, help=problem.remedy, severity="warning")
+        for place, problem in denials(document.workflow, plan, document.base_dir)
+    ]
+
+
 @contextmanager
 def without_plugins() -> Iterator[None]:
     """Import pydantic without its search for plugins, which reads the metadata of every installed package."""
@@ -261,6 +275,7 @@ def check(
     for file in files:
         try:
             document, plan = compile_file(file, given, sources)
+            document.warnings.extend(refused_by_policy(document, plan))
         except UsageError as error:
             wrong += 1
             print_error(
@@ -301,6 +316,7 @@ def plan(
 ) -> None:
     """Show the compiled plan of a workflow file: order, needs, effects and limits, counted after expansion."""
     document, compiled = compile_file(file, sources.inputs(), sources)
+    document.warnings.extend(refused_by_policy(document, compiled))
     from agentctl.coordinator.plan import plan_as_json
 
     from .authoring import plan_for_people

@@ -161,11 +161,13 @@ def _submit(
     from agentctl.coordinator.submission import submit as submit_run
     from agentctl.store.clock import SystemIds
 
-    from .preflight import preflight
+    from .preflight import denials, preflight
 
     document, plan, inputs, base = prepared
-    if not check:  # check mode talks to nobody
+    if not check:
         preflight(document.workflow, plan, base, offline=settings.offline)
+    for _, problem in denials(document.workflow, plan, base) if check else ():
+        raise problem  # check mode talks to nobody, but what is certain to be denied needs no talking
     store = open_store(settings, create=True)
     try:
         if keeps_artifacts(plan):

@@ -72,8 +72,10 @@ def without_secrets(action: Mapping[str, Any], policy: Policy, workspace: str) -
 
     Raises `policy_denied` as a run would.
     """
-    from .effects.secret_values import require_permitted
+    from .effects.secret_values import require_permitted, require_variable
 
+    for name in action.get("env") or ():
+        require_variable(policy, name)
     peers = action.get("peers") or {}
     custom_ca = policy.network.custom_ca if peers else None
     named = [action.get("env"), *(peer.get("headers") for peer in peers.values()), custom_ca and {"": custom_ca}]
