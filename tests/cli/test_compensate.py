@@ -399,10 +399,13 @@ def test_an_inverse_effect_that_was_itself_undone_blocks(field: Field, undo: Und
     source = undo.failed([undo.task("a"), undo.task("b"), undo.end("a", "b")])
     made = undo.compensate(source).data["runId"]
     first, second = (undo.effect(made, f"compensate--{task}") for task in "ab")
-    said = ("effects", "reconcile", first, "--reason", "r", "--status", "compensated", "--compensation-effect", second)
-    assert field.json(*said).code == 0
-    assert undo.rules(source) == [("a", "compensation_effect_reversed")]
-    assert undo.plan(source)["alreadyCompensatedEffects"] == [undo.effect(source, "b")]
+    said = ("--reason", "r", "--status", "compensated", "--compensation-effect")
+    # What b's inverse has done was undone after it; the one of a came later.
+    older = field.json("effects", "reconcile", first, *said, second)
+    assert (older.code, older.error["code"]) == (5, "conflict")
+    assert field.json("effects", "reconcile", second, *said, first).code == 0
+    assert undo.rules(source) == [("b", "compensation_effect_reversed")]
+    assert undo.plan(source)["alreadyCompensatedEffects"] == [undo.effect(source, "a")]
     result = undo.compensate(source)
     assert (result.code, result.data["runId"]) == (3, None)
 
