@@ -13,6 +13,7 @@ from pathlib import PurePosixPath
 from typing import Any
 
 from agentctl.store.policy import Policy, environment_allowed, process_allowed
+from agentctl.store.states import may_repeat
 
 from .definition import LoadedDocument
 from .diagnostics import Diagnostic, Path
@@ -75,6 +76,26 @@ def never_called(document: LoadedDocument) -> list[Diagnostic]:
         )
         for name in spec.subworkflows
         if name not in reached
+    ]
+
+
+def repeated_calls(document: LoadedDocument, plan: Plan) -> list[Diagnostic]:
+    """A warning for each tool of the plan that may be called again although calling it twice is not known to be safe.
+
+    `retrySafe` is a permission of its own (contract 1.6): the author may know better. Both fields are named, so that
+    nobody gives it by the way.
+    """
+    return [
+        document.source.diagnostic(
+            "schema_violation",
+            f"retrySafe: true lets a retry of the task call the tool {name!r} again, though its idempotency is "
+            f"{tool['idempotency']}: what it does may be done twice",
+            ("spec", "tools", name, "retrySafe"),
+            help="retrySafe: false, or idempotency: idempotent (of its action, too) if a second call changes nothing",
+            severity="warning",
+        )
+        for name, tool in sorted(plan.tools.items())
+        if tool["retrySafe"] and not may_repeat(tool["effectClass"], tool["idempotency"])
     ]
 
 
