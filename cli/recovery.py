@@ -201,9 +201,11 @@ class _Recovery:
         from agentctl.store.clock import SystemIds
 
         from .preflight import preflight
+        from .stored_secrets import refuse_stored_secrets
 
         offline = self.settings.offline
         preflight(document.workflow, plan.target, self.base, frozenset(plan.rerun), offline=offline)
+        refuse_stored_secrets(document, plan.target, {}, self.base)  # the inputs are those of the source
         if keeps_artifacts(plan.target):
             store.artifacts.blobs.require_writable()
         how = Circumstances(self.base, ACTOR, self.asked.priority, self.asked.interactive)

@@ -162,10 +162,12 @@ def _submit(
     from agentctl.store.clock import SystemIds
 
     from .preflight import denials, preflight
+    from .stored_secrets import refuse_stored_secrets
 
     document, plan, inputs, base = prepared
     if not check:
         preflight(document.workflow, plan, base, offline=settings.offline)
+        refuse_stored_secrets(document, plan, inputs, base)
     for _, problem in denials(document.workflow, plan, base) if check else ():
         raise problem  # check mode talks to nobody, but what is certain to be denied needs no talking
     store = open_store(settings, create=True)

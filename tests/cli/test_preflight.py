@@ -310,3 +310,51 @@ def test_a_run_asks_a_real_server(cli: Cli, server: ModelServer) -> None:
     assert result.data["output"]["ask"]["text"] == "fine"
     assert server.count == 1
     assert server.seen[0].headers["authorization"] == "Bearer sk-1234567890"
+
+
+LEAK = "s3cret-token-value"
+
+
+@pytest.mark.parametrize("verb", ["run", "submit"])
+@pytest.mark.parametrize(
+    ("place", "named"),
+    [
+        ("instructionsFile", "'in.md' (spec.agents.a)"),
+        ("variables file", "'v.yaml' (spec): deep.key"),
+        ("document", "spec.tasks[0].with.prompt"),
+        ("key", "spec.vars"),
+        ("input", "inputs: x"),
+        ("var", "--var: x"),
+        ("given file", "'v.yaml': deep.key"),
+    ],
+)
+def test_a_secret_that_would_be_stored_is_refused_with_its_place(cli: Cli, verb: str, place: str, named: str) -> None:
+    (cli.folder / "keys").mkdir()
+    cli.write("keys/tok", LEAK + "\n")
+    cli.write("in.md", f"Use {LEAK if place == 'instructionsFile' else 'it'} well.")
+    cli.write("v.yaml", f"deep: {{key: ['{LEAK if 'file' in place else 'x'}']}}\n")
+    agent = {"provider": "p", "model": "m", "instructionsFile": "in.md"}
+    spec: dict[str, Any] = {
+        "agents": {"a": agent},
+        "actions": {"sh": SECRET},
+        "inputs": {"x": 1},
+        "tasks": [{"id": "t", "uses": "agent:a", "with": {"prompt": LEAK if place == "document" else "go"}}],
+    }
+    if place == "key":
+        spec["vars"] = {LEAK.replace("-", "_"): 1}
+        cli.write("keys/tok", LEAK.replace("-", "_"))
+    elif place == "variables file":
+        spec["varsFiles"] = ["v.yaml"]
+    policy = {"secretFileRoots": ["keys"], "environmentAllowlist": ["TOK"]}
+    file = cli.write("w.yaml", document({"kind": "fake"}, policy, **spec))
+    options = {
+        "input": ["--input", f"x=Bearer {LEAK}"], "var": ["--var", f'x="{LEAK}"'],
+        "given file": ["--vars-file", "v.yaml"],
+    }.get(place, [])  # fmt: skip
+    refused = cli.json(verb, file, *options)
+    assert (refused.code, refused.error["code"]) == (3, "blocked"), refused.err
+    assert named in refused.error["message"]
+    assert "file:keys/tok" in refused.error["message"]
+    assert LEAK not in refused.err
+    assert LEAK.replace("-", "_") not in refused.err
+    assert not cli.database.exists()
