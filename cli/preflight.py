@@ -45,12 +45,14 @@ def preflight(
     from agentctl.store.clock import SystemClock
     from agentctl.store.policy import Policy
     from agentctl.worker.network import Guard
-    from agentctl.worker.preflight import require
+    from agentctl.worker.preflight import require, require_script
 
     policy = Policy.from_json(plan.policy)
     workspace = os.path.realpath(os.path.join(base, policy.workspace_root))
     for _, problem in _denied_variables(workflow["spec"], needs, policy, workspace):
         raise problem
+    for name in sorted({workflow["spec"]["agents"][agent]["provider"] for agent in needs.agents}):
+        require_script(name, workflow["spec"]["providers"][name], policy, workspace)
     guard = Guard(SystemClock().monotonic)
     for _, service in _services(workflow["spec"], needs):
         require(service, policy, workspace, guard, proxied=is_proxied(service.url, plan.policy))

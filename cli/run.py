@@ -30,6 +30,7 @@ from .render import (
     give_up_stdout,
     progress_for,
     reader_is_gone,
+    settle_step,
     warn,
     warn_findings,
     when,
@@ -805,8 +806,7 @@ def _next_step(run_id: str, status: dict[str, Any]) -> str | None:
     if state == "running":
         return f"`agentctl status {run_id}` shows what it waits for"
     if status["uncertainEffects"]:
-        effect = status["uncertainEffects"][0]["effectId"][:12]
-        return f"find out what was done, then `agentctl effects reconcile {effect} --status applied|not-applied …`"
+        return settle_step(status["uncertainEffects"][0])
     if state == "paused" and status["pendingApprovals"]:
         return f"`agentctl approvals list {run_id}`, then `agentctl approvals approve|reject ID`"
     if state == "failed":

@@ -75,6 +75,24 @@ def provider_service(name: str, definition: Mapping[str, Any]) -> Service | None
     return Service(name, "provider", url, secrets, kind)
 
 
+def require_script(name: str, definition: Mapping[str, Any], policy: Policy, workspace: str) -> None:
+    """Raise what would keep the script of a provider of kind fake from being played: `PolicyError` (exit 3) when it
+    lies where it must not, else `PrerequisiteError` (exit 6)."""
+    if definition["kind"] != "fake" or definition.get("script") is None:
+        return
+    from .providers.script import read_script
+
+    try:
+        read_script(str(definition["script"]), policy, workspace)
+    except TaskFault as fault:
+        message = f"the provider {name!r}: its script {definition['script']!r}: {fault.message}"
+        if fault.code == "policy_denied":
+            remedy = "a script lies in the workspace, and its log under policy.writableRoots"
+            raise PolicyError(message, remedy=remedy) from fault
+        remedy = f"see spec.providers.{name}.script; nothing was started"
+        raise PrerequisiteError(message, remedy=remedy) from fault
+
+
 def require(
     service: Service,
     policy: Policy,
