@@ -22,6 +22,7 @@ from .variables import read_pairs, unknown_inputs, unknown_variables, unreachabl
 
 if TYPE_CHECKING:
     from agentctl.coordinator.definition import LoadedDocument
+    from agentctl.coordinator.diagnostics import Diagnostic
     from agentctl.coordinator.plan import Plan
 
 MAX_INPUTS = 1 << 20
@@ -208,7 +209,7 @@ def compile_file(
     """
     variables = read_pairs(sources.var_pairs)
     with without_plugins():
-        from agentctl.coordinator.advice import certain_denials, never_called
+        from agentctl.coordinator.advice import certain_denials, never_called, repeated_calls
         from agentctl.coordinator.compiler import compile_workflow
         from agentctl.coordinator.definition import load_workflow
         from agentctl.coordinator.diagnostics import DocumentError
@@ -223,7 +224,21 @@ def compile_file(
     document.warnings.extend(never_called(document))
     document.warnings.extend(unreachable_names(document))
     document.warnings.extend(certain_denials(document, plan))
+    document.warnings.extend(repeated_calls(document, plan))
     return document, plan
+
+
+def refused_by_policy(document: LoadedDocument, plan: Plan) -> list[Diagnostic]:
+    """A warning for each denial for which `run` refuses to begin: secrets, names of variables, and hosts.
+
+    Raises `UsageError` when the endpoint of a provider is no address.
+    """
+    from .preflight import denials
+
+    return [
+        document.source.diagnostic("policy_denied", problem.message, place, help=problem.remedy, severity="warning")
+        for place, problem in denials(document.workflow, plan, document.base_dir)
+    ]
 
 
 @contextmanager
@@ -261,6 +276,7 @@ def check(
     for file in files:
         try:
             document, plan = compile_file(file, given, sources)
+            document.warnings.extend(refused_by_policy(document, plan))
         except UsageError as error:
             wrong += 1
             print_error(
@@ -301,6 +317,7 @@ def plan(
 ) -> None:
     """Show the compiled plan of a workflow file: order, needs, effects and limits, counted after expansion."""
     document, compiled = compile_file(file, sources.inputs(), sources)
+    document.warnings.extend(refused_by_policy(document, compiled))
     from agentctl.coordinator.plan import plan_as_json
 
     from .authoring import plan_for_people

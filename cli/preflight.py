@@ -9,12 +9,15 @@ from __future__ import annotations
 
 import os
 from collections.abc import Collection, Iterable, Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from agentctl.coordinator.diagnostics import Path as Place
     from agentctl.coordinator.plan import CompiledTask, Plan
-    from agentctl.store.errors import PrerequisiteError
+    from agentctl.store.errors import AgentctlError, PrerequisiteError
+    from agentctl.store.policy import Policy
     from agentctl.worker.preflight import Service
 
 
@@ -34,39 +37,93 @@ def preflight(
 
     Raises `PolicyError` (exit 3), `PrerequisiteError` (exit 6) and `UsageError`. Costs nothing without remote services.
     """
-    spec = workflow["spec"]
-    if not any(spec[place] for place in ("agents", "mcpServers", "a2aPeers")) and not _with_secrets(spec["actions"]):
-        return  # nothing of the kind is declared, and a plan may have many tasks to look through
-    executed = [task for task in plan.tasks.values() if tasks is None or task.id in tasks]
-    undoing = inverses(plan, executed)
-    agents, actions = reached(spec, executed, undoing)
-    commands = [name for name in actions if spec["actions"][name].get("env")]
-    names = peers_of(spec, executed, actions, undoing)
-    if not agents and not commands and not names:
+    needs = _needs(workflow["spec"], plan, tasks)
+    if needs is None:
         return
     if offline:
-        _require_no_network(spec, agents, actions, names)
+        _require_no_network(workflow["spec"], needs.agents, needs.actions, needs.names)
     from agentctl.store.clock import SystemClock
     from agentctl.store.policy import Policy
     from agentctl.worker.network import Guard
-    from agentctl.worker.preflight import denied_secret, error_of, provider_service, require
+    from agentctl.worker.preflight import require, require_script
 
     policy = Policy.from_json(plan.policy)
     workspace = os.path.realpath(os.path.join(base, policy.workspace_root))
-    for name in commands:
-        for variable, reference in spec["actions"][name]["env"].items():
-            fault = denied_secret(reference, policy, workspace)
+    for _, problem in _denied_variables(workflow["spec"], needs, policy, workspace):
+        raise problem
+    for name in sorted({workflow["spec"]["agents"][agent]["provider"] for agent in needs.agents}):
+        require_script(name, workflow["spec"]["providers"][name], policy, workspace)
+    guard = Guard(SystemClock().monotonic)
+    for _, service in _services(workflow["spec"], needs):
+        require(service, policy, workspace, guard, proxied=is_proxied(service.url, plan.policy))
+
+
+def denials(workflow: Mapping[str, Any], plan: Plan, base: Path) -> Iterator[tuple[Place, AgentctlError]]:
+    """What the policy of a plan denies so that its run is refused before it exists: each place of the document, and the
+    error of `preflight`. No name is looked up, no file opened and no command started.
+
+    Whether what is allowed can be had is not asked: a check needs none of it.
+    """
+    needs = _needs(workflow["spec"], plan, None)
+    if needs is None:
+        return
+    from agentctl.store.policy import Policy
+    from agentctl.worker.preflight import denials_of
+
+    policy = Policy.from_json(plan.policy)
+    workspace = os.path.realpath(os.path.join(base, policy.workspace_root))
+    yield from _denied_variables(workflow["spec"], needs, policy, workspace)
+    for place, service in _services(workflow["spec"], needs):
+        for below, problem in denials_of(service, policy, workspace):
+            yield (("spec", *below) if below[:1] == ("policy",) else (*place, *below)), problem
+
+
+@dataclass(frozen=True, slots=True)
+class _Needs:
+    """What tasks reach: agents, actions, and (kind of action, name) of servers and peers."""
+
+    agents: list[str]
+    actions: list[str]
+    names: set[tuple[str, str]]
+
+
+def _needs(spec: Mapping[str, Any], plan: Plan, tasks: Collection[str] | None) -> _Needs | None:
+    """What tasks and their inverses reach; None if they need nothing that has to be looked at."""
+    if not any(spec[place] for place in ("agents", "mcpServers", "a2aPeers")) and not _with_secrets(spec["actions"]):
+        return None  # nothing of the kind is declared, and a plan may have many tasks to look through
+    executed = [task for task in plan.tasks.values() if tasks is None or task.id in tasks]
+    undoing = inverses(plan, executed)
+    agents, actions = reached(spec, executed, undoing)
+    names = peers_of(spec, executed, actions, undoing)
+    if not agents and not names and not any(spec["actions"][name].get("env") for name in actions):
+        return None
+    return _Needs(agents, actions, names)
+
+
+def _denied_variables(
+    spec: Mapping[str, Any], needs: _Needs, policy: Policy, workspace: str
+) -> Iterator[tuple[Place, AgentctlError]]:
+    """The variables of commands that the policy denies, by their name or by where their value comes from."""
+    from agentctl.worker.preflight import denied_variable, error_of
+
+    for name in needs.actions:
+        for variable, reference in (spec["actions"][name].get("env") or {}).items():
+            fault = denied_variable(variable, reference, policy, workspace)
             if fault is not None:
-                raise error_of(fault, f"the action {name!r}: its env.{variable}")
-    services: list[Service] = []
-    for name in sorted({spec["agents"][agent]["provider"] for agent in agents}):
+                place = ("spec", "actions", name, "env", variable)
+                yield place, error_of(fault, f"the action {name!r}: its env.{variable}")
+
+
+def _services(spec: Mapping[str, Any], needs: _Needs) -> Iterator[tuple[Place, Service]]:
+    """The services that are needed, each with its place in the document."""
+    from agentctl.worker.preflight import provider_service
+
+    for name in sorted({spec["agents"][agent]["provider"] for agent in needs.agents}):
         service = provider_service(name, spec["providers"][name])
         if service is not None:
-            services.append(service)
-    services += services_of(spec, names)
-    guard = Guard(SystemClock().monotonic)
-    for service in services:
-        require(service, policy, workspace, guard, proxied=is_proxied(service.url, plan.policy))
+            yield ("spec", "providers", name), service
+    for service in services_of(spec, needs.names):
+        yield ("spec", "mcpServers" if service.kind == "mcp" else "a2aPeers", service.name), service
 
 
 def require_offline(workflow: Mapping[str, Any], plan: Plan, open_tasks: Collection[str]) -> None:

@@ -201,9 +201,11 @@ class _Recovery:
         from agentctl.store.clock import SystemIds
 
         from .preflight import preflight
+        from .stored_secrets import refuse_stored_secrets
 
         offline = self.settings.offline
         preflight(document.workflow, plan.target, self.base, frozenset(plan.rerun), offline=offline)
+        refuse_stored_secrets(document, plan.target, {}, self.base)  # the inputs are those of the source
         if keeps_artifacts(plan.target):
             store.artifacts.blobs.require_writable()
         how = Circumstances(self.base, ACTOR, self.asked.priority, self.asked.interactive)
@@ -261,7 +263,7 @@ def plan_for_people(out: Printer, plan: RecoveryPlan) -> None:
 def _blocks_for_people(out: Printer, plan: RecoveryPlan) -> None:
     if plan.compatible:
         return
-    from agentctl.coordinator.recovery_plan import advice
+    from agentctl.coordinator.recovery_plan import advice, root_options
 
     out.line("why it is blocked:")
     said: set[str] = set()
@@ -275,9 +277,7 @@ def _blocks_for_people(out: Printer, plan: RecoveryPlan) -> None:
         out.line(f"  and {len(plan.blocks) - SHOWN_ENTRIES} more; --output json has all")
     roots = plan.suggested_roots()
     if roots and roots != plan.roots and not any(block.full_fork for block in plan.blocks):
-        done = any(name in plan.source.tasks and plan.source.tasks[name].state == "succeeded" for name in roots)
-        words = [f"--from {clean(name)}" for name in roots[:20]] + (["--restart-successful"] if done else [])
-        out.line("what takes all of this in: " + " ".join(words))
+        out.line("what takes all of this in: " + clean(root_options(roots, plan, SHOWN_ENTRIES)))
 
 
 def print_outcome(printer: Printer, store: Store, run_id: str) -> int:

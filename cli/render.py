@@ -243,6 +243,16 @@ def why_uncertain(effect: Mapping[str, Any]) -> str | None:
     return f"{clean(error.get('code', 'uncertain'))}: {clean(error['message'])}"
 
 
+def settle_step(effect: Mapping[str, Any]) -> str:
+    """The next step for an uncertain effect of a status."""
+    short, remote = effect["effectId"][:12], effect.get("remoteTaskId")
+    by_hand = f"find out what was done, then `agentctl effects reconcile {short} --status applied|not-applied …`"
+    if remote is None:
+        return by_hand
+    asks = f"`agentctl effects continue-remote {short}` asks the remote agent how its task {clean(remote)} stands"
+    return f"{asks}; or {by_hand}"
+
+
 def when(milliseconds: int | None) -> str:
     """A stored time as local time."""
     if milliseconds is None:

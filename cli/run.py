@@ -30,6 +30,7 @@ from .render import (
     give_up_stdout,
     progress_for,
     reader_is_gone,
+    settle_step,
     warn,
     warn_findings,
     when,
@@ -147,12 +148,18 @@ def require_recordable(base: Path) -> None:
         ) from error
 
 
-def _look_ahead(settings: Settings, prepared: _Prepared) -> None:
+def _look_ahead(settings: Settings, prepared: _Prepared, *, check: bool = False) -> None:
     """What can be known to fail is found before a run exists; see `preflight`. It may take long, and be interrupted."""
-    from .preflight import preflight
+    from .preflight import denials, preflight
+    from .stored_secrets import refuse_stored_secrets
 
-    document, plan, _, base = prepared
-    preflight(document.workflow, plan, base, offline=settings.offline)
+    document, plan, inputs, base = prepared
+    if not check:
+        preflight(document.workflow, plan, base, offline=settings.offline)
+        refuse_stored_secrets(document, plan, inputs, base)
+        return
+    for _, problem in denials(document.workflow, plan, base):
+        raise problem  # check mode talks to nobody, but what is certain to be denied needs no talking
 
 
 def _submit(
@@ -230,8 +237,7 @@ def run(
     from . import pool  # noqa: F401  # its import takes a while, and nothing may interrupt what follows for long
 
     prepared = _prepare(settings, file, sources, workspace, idempotency_key)
-    if not check:  # check mode talks to nobody
-        _look_ahead(settings, prepared)
+    _look_ahead(settings, prepared, check=check)
     with signals_held():
         submission, store = _submit(
             settings,
@@ -851,8 +857,7 @@ def _next_step(run_id: str, status: dict[str, Any]) -> str | None:
     if state == "running":
         return f"`agentctl status {run_id}` shows what it waits for"
     if status["uncertainEffects"]:
-        effect = status["uncertainEffects"][0]["effectId"][:12]
-        return f"find out what was done, then `agentctl effects reconcile {effect} --status applied|not-applied …`"
+        return settle_step(status["uncertainEffects"][0])
     if state == "paused" and status["pendingApprovals"]:
         return f"`agentctl approvals list {run_id}`, then `agentctl approvals approve|reject ID`"
     if state == "failed":

@@ -9,7 +9,7 @@ from typing import Any
 import click
 
 from .main import Settings, Verb, VerbGroup, pass_settings
-from .render import Printer, clean, counts_text, duration, ended, warn, when, why_uncertain
+from .render import Printer, clean, counts_text, duration, ended, settle_step, warn, when, why_uncertain
 from .run import open_store, views_of
 
 SHOWN_TASKS = 200
@@ -102,6 +102,8 @@ def _status_for_people(out: Printer, data: dict[str, Any], now: int) -> None:
             )
             if (cause := why_uncertain(effect)) is not None:
                 out.line(f"    {cause}")
+            if effect["remoteTaskId"] is not None:
+                out.line(f"    {settle_step(effect)}")
         _more(out, data["uncertainEffectCount"] - min(len(data["uncertainEffects"]), SHOWN_WAITING))
 
 

@@ -6,13 +6,14 @@ refused: it may be meant, and the task may be skipped. Its author is told all th
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from itertools import takewhile
 from pathlib import PurePosixPath
 from typing import Any
 
 from agentctl.store.policy import Policy, environment_allowed, process_allowed
+from agentctl.store.states import may_repeat
 
 from .definition import LoadedDocument
 from .diagnostics import Diagnostic, Path
@@ -78,6 +79,26 @@ def never_called(document: LoadedDocument) -> list[Diagnostic]:
     ]
 
 
+def repeated_calls(document: LoadedDocument, plan: Plan) -> list[Diagnostic]:
+    """A warning for each tool of the plan that may be called again although calling it twice is not known to be safe.
+
+    `retrySafe` is a permission of its own (contract 1.6): the author may know better. Both fields are named, so that
+    nobody gives it by the way.
+    """
+    return [
+        document.source.diagnostic(
+            "schema_violation",
+            f"retrySafe: true lets a retry of the task call the tool {name!r} again, though its idempotency is "
+            f"{tool['idempotency']}: what it does may be done twice",
+            ("spec", "tools", name, "retrySafe"),
+            help="retrySafe: false, or idempotency: idempotent (of its action, too) if a second call changes nothing",
+            severity="warning",
+        )
+        for name, tool in sorted(plan.tools.items())
+        if tool["retrySafe"] and not may_repeat(tool["effectClass"], tool["idempotency"])
+    ]
+
+
 def _agent_denials(policy: Policy, plan: Plan, task: CompiledTask) -> Iterator[tuple[Path, Path, str, str]]:
     """The same for a task of an agent: its provider, and tools that can never be called."""
     agent, place = plan.agents[task.uses_name], ("spec", "agents", task.uses_name)
@@ -95,6 +116,13 @@ def _agent_denials(policy: Policy, plan: Plan, task: CompiledTask) -> Iterator[t
             message = f"calls of the tool {name!r} will be denied: policy.writableRoots is empty"
             hint = "name the folders that may be written: writableRoots: [build]"
             yield place, ("tools", index), message, hint
+        elif tool.get("action") is not None:
+            action = plan.actions[tool["action"]]
+            asked = dict.fromkeys(tool["inputSchema"].get("properties") or ())  # only the model knows them
+            given = {**(action.get("with") or {}), **asked}
+            for base, below, message, hint in _fixed_denials(policy, action, tool["action"], action["kind"], given):
+                of_tool = (place, ("tools", index), f"calls of the tool {name!r}: {message}", hint)
+                yield (base, below, message, hint) if base else of_tool
 
 
 def _inverse(task: CompiledTask, declared: dict[str, Any]) -> CompiledTask:
@@ -115,25 +143,36 @@ def _denials(policy: Policy, plan: Plan, task: CompiledTask) -> Iterator[tuple[P
     if decision.denied:
         hint = f"allow {EFFECTS[kind].policy_name} under policy, or leave the task out"
         yield (), ("uses",), f"{task.uses_name!r} will be denied: {decision.reason}", hint
-    if kind == "builtin.shell.exec":
+    yield from _fixed_denials(policy, action, task.uses_name, kind, task.input)
+
+
+def _fixed_denials(
+    policy: Policy, action: Mapping[str, Any], name: str, kind: str, given: Mapping[str, Any]
+) -> Iterator[tuple[Path, Path, str, str]]:
+    """The denials that follow from what an action is and from the input `given` to it, whoever uses it.
+
+    The secrets and variables that the action itself declares are left to those who refuse to begin such a run.
+    """
+    declared: Path = ("spec", "actions", name)
+    if kind in ("builtin.shell.exec", "extension.process"):
         command = action.get("command") or ""
         if not process_allowed(policy, command):
             program = PurePosixPath(command).name
             message = f"the program {program!r} will be denied: it is not in policy.processAllowlist"
-            yield ("spec", "actions", task.uses_name), ("command",), message, f"processAllowlist: [{program}]"
-        environment = task.input.get("env")
-        for name in environment if isinstance(environment, dict) else ():
-            if not environment_allowed(policy, name):
-                message = f"the variable {name!r} will be denied: it is not in policy.environmentAllowlist"
-                yield (), ("with", "env", name), message, f"environmentAllowlist: [{name}]"
-        given = task.input.get("artifacts")
-        base: Path = () if given is not None else ("spec", "actions", task.uses_name)
-        names = given if given is not None else action.get("artifacts")
-        for place, name in enumerate(names if isinstance(names, list) else ()):
-            if isinstance(name, str) and _out_of_reach(name, policy.writable_roots):
+            yield declared, ("command",), message, f"processAllowlist: [{program}]"
+    if kind == "builtin.shell.exec":
+        environment = given.get("env")
+        for variable in environment if isinstance(environment, dict) else ():
+            if not environment_allowed(policy, variable):
+                message = f"the variable {variable!r} will be denied: it is not in policy.environmentAllowlist"
+                yield (), ("with", "env", variable), message, f"environmentAllowlist: [{variable}]"
+        base: Path = () if "artifacts" in given else declared
+        patterns = given.get("artifacts", action.get("artifacts"))
+        for place, pattern in enumerate(patterns if isinstance(patterns, list) else ()):
+            if isinstance(pattern, str) and _out_of_reach(pattern, policy.writable_roots):
                 below: Path = ("artifacts", place) if base else ("with", "artifacts", place)
-                message = f"the artifact {name!r} will be denied: it lies under none of policy.writableRoots"
-                yield base, below, message, f"writableRoots: [{PurePosixPath(name).parent!s}]"
+                message = f"the artifact {pattern!r} will be denied: it lies under none of policy.writableRoots"
+                yield base, below, message, f"writableRoots: [{PurePosixPath(pattern).parent!s}]"
     elif kind == "builtin.write" and not policy.writable_roots:
         message = "the write will be denied: policy.writableRoots is empty"
         yield (), ("uses",), message, "name the folders that may be written: writableRoots: [build]"

@@ -416,7 +416,9 @@ class Tool(Part):
     risk: Risk = Field(description="How much harm a call can do.")
     effect_class: EffectClass = Field(description="What kind of change a call makes.")
     idempotency: Idempotency = Field(description="What happens when a call is done twice.")
-    retry_safe: bool = Field(description="Whether a failed call may be repeated.")
+    retry_safe: bool = Field(
+        description="Whether a new attempt of the task may call it again, whatever `idempotency` says."
+    )
     timeout_seconds: Seconds = Field(description="Time limit of a call, seconds.")
     secrets: list[SecretReference] = Field(default_factory=list, description="Secrets that the tool needs.")
     network: list[Text] = Field(default_factory=list, description="Hosts that the tool talks to.")

@@ -328,7 +328,9 @@ class _Planner:
                     f"effect {effect.effect_id[:12]} of {name} ({effect.operation or effect.effect_class}, idempotency "
                     f"{effect.idempotency}) is {how}: to send it again may do it twice"
                 )
-                remedy = unsafe_remedy(effect, name, self.source.run.run_id, self.declares_inverse(name), undoing)
+                inverse, stays = self.declares_inverse(name), self.can_stay(name)
+                source_id = self.source.run.run_id
+                remedy = unsafe_remedy(effect, name, source_id, undoing, declares_inverse=inverse, can_stay=stays)
                 return self.block(name, "unreconciled_effect", message, remedy=remedy)
         return None
 
@@ -343,6 +345,17 @@ class _Planner:
         index = self.source_index
         task = self.source.tasks[name]
         return task.disposition == "executed" and index.tasks[index.place[name]].compensate is not None
+
+    def can_stay(self, name: str) -> bool:
+        """Whether some choice of roots could leave the result of a task as it is."""
+        return self.ends[name].state == "succeeded" and self.index.place[name] not in self.below_open
+
+    @cached_property
+    def below_open(self) -> set[int]:
+        """The positions of all that depends on something without a result."""
+        known = self.index.place
+        names = [name for name, task in self.ends.items() if task.state != "succeeded" and name not in self.skips]
+        return _below(self.index, [name for name in names if name in known])
 
     def history(self, task: SourceTask) -> list[SourceEffect]:
         """The effects of a task, also of one that was taken over. Raises `_Fault` for a bad provenance."""
@@ -596,14 +609,23 @@ class _Planner:
         return Block(name, rule, message, self.source_prints(name)[0], target, roots, full_fork, remedy)
 
     def block_reuse(self, task: CompiledTask, fault: _Fault) -> None:
-        """Block a task; the roots that help are those of what it depends on, if that is blocked, else itself."""
+        """Block a task; the roots that help are those of what it depends on, if that is blocked, else itself.
+
+        What was taken over cannot be a root itself (`indirect_effect_history`), so for that no roots help.
+        """
         roots: dict[str, None] = {}
+        fork = False
         for before in sorted(self.index.waits[task.position]):
             block = self.blocked.get(self.index.tasks[before].id)
             if block is not None:
                 roots.update(dict.fromkeys(block.roots))
-        wanted = tuple(roots) or (task.id,)
-        self.blocked[task.id] = self.block(task.id, fault.rule, fault.message, wanted, remedy=fault.remedy)
+                fork = fork or block.full_fork
+        wanted = tuple(roots)
+        if not wanted and not fork:
+            old = self.source.tasks.get(task.id)
+            fork = old is not None and old.state == "succeeded" and old.disposition != "executed"
+            wanted = () if fork else (task.id,)
+        self.blocked[task.id] = self.block(task.id, fault.rule, fault.message, wanted, fork, remedy=fault.remedy)
 
     def verdict(self, task: CompiledTask, plan: RecoveryPlan, block: Block | None) -> Verdict:
         old = self.source.tasks.get(task.id)

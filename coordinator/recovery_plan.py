@@ -214,21 +214,33 @@ def being_undone(effect: SourceEffect, task_id: str, undoing: Undoing) -> tuple[
 
 
 def unsafe_remedy(
-    effect: SourceEffect, task_id: str, source_id: str, declares_inverse: bool, undoing: Undoing | None
+    effect: SourceEffect,
+    task_id: str,
+    source_id: str,
+    undoing: Undoing | None,
+    *,
+    declares_inverse: bool,
+    can_stay: bool,
 ) -> str:
-    """The next step for an effect that must not be sent again as things stand."""
+    """The next step for an effect that must not be sent again as things stand.
+
+    `can_stay`: the task has a result, and nothing above it has to be executed. Only an effect of agentctl can be named
+    as what has undone another one (contract 5.5), so for what was undone by hand a fork is all that is left.
+    """
     if undoing is not None:
         return being_undone(effect, task_id, undoing)[1]
     if effect.reconciled is None and effect.status in ("started", "uncertain"):
         return find_out(effect.effect_id)
     if declares_inverse:
         undo = f"`agentctl compensate {source_id} --task {task_id}` undoes it, then plan again"
-    else:
-        undo = (
-            f"it is known to have happened: keep its result (no root at or above {task_id}), or undo it by other means "
-            f"and say so with `agentctl effects reconcile {effect.effect_id} --status compensated …`"
-        )
-    return f"{undo}; `agentctl fork {source_id}` would do everything again, this effect too"
+        return f"{undo}; `agentctl fork {source_id}` would do everything again, this effect too"
+    known = "it is known to have happened, and "
+    known += f"no root at or above {task_id} keeps its result" if can_stay else "there is no result that could be kept"
+    return (
+        f"{known}; if a later effect of the same run has undone it, `agentctl effects reconcile {effect.effect_id} "
+        f"--status compensated --compensation-effect EFFECT …` says so; otherwise `agentctl fork {source_id}` does "
+        "everything again, this effect too"
+    )
 
 
 def advice(block: Block, plan: RecoveryPlan) -> str | None:
@@ -245,9 +257,9 @@ def advice(block: Block, plan: RecoveryPlan) -> str | None:
     if block.full_fork:
         return f"no choice of roots helps here; {everything_again(source_id)}"
     if block.roots and mode == "retry" and block.task_id == WORKFLOW:
-        return f"`agentctl repair FILE {source_id} {_options(block.roots)}` takes the changed file"
+        return f"`agentctl repair FILE {source_id} {root_options(block.roots, plan)}` takes the changed file"
     if block.roots:
-        return f"take it into what is executed: {_options(block.roots)}"
+        return f"take it into what is executed: {root_options(block.roots, plan)}"
     return None
 
 
@@ -259,6 +271,12 @@ def similar(name: str, order: Sequence[str]) -> list[str]:
     return longer[:3] or get_close_matches(name, order[:10_000], 3)
 
 
-def _options(roots: tuple[str, ...]) -> str:
-    shown = " ".join(f"--from {root}" for root in roots[:5])
-    return shown if len(roots) <= 5 else f"{shown} and {len(roots) - 5} more"
+def root_options(roots: Sequence[str], plan: RecoveryPlan, most: int = 5) -> str:
+    """The options that choose these roots, with the acknowledgement that they need."""
+    words = [f"--from {root}" for root in roots[:most]]
+    if len(roots) > most:
+        words.append(f"and {len(roots) - most} more")
+    known = plan.source.tasks
+    if any(name in known and known[name].state == "succeeded" for name in roots):
+        words.append("--restart-successful")
+    return " ".join(words)

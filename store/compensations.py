@@ -256,11 +256,16 @@ class Compensations:
                 audit.append(tx, run_id, events, actor=actor, now=self._clock.now())
 
     def started_by(self, run_id: str) -> str | None:
-        """The automatic compensation run of a run, or None; the first one if there were several."""
+        """The compensation run of a run that was to be undone by itself, or None; the first one if there were several.
+
+        Whoever asked for it first: a person may have come before the command that drives the run.
+        """
         with self._database.read() as tx:
             row = tx.execute(
-                "SELECT run_id FROM runs WHERE source_run_id = ? AND mode = 'compensation' "
-                "AND json_extract(lineage_json, '$.automatic') = 1 ORDER BY created_at, run_id LIMIT 1",
+                "SELECT run_id FROM runs WHERE source_run_id = ?1 AND mode = 'compensation' "
+                "AND (json_extract(lineage_json, '$.automatic') = 1 OR EXISTS "
+                "(SELECT 1 FROM audit_events WHERE run_id = ?1 AND event_type = 'compensation.due')) "
+                "ORDER BY created_at, run_id LIMIT 1",
                 (run_id,),
             ).fetchone()
         return row[0] if row else None

@@ -15,6 +15,7 @@ from .database import Connection
 from .errors import ConflictError, IncompatibleVersion, NotFoundError
 from .process_identity import Liveness, ProcessIdentity
 from .records import EFFECT_FORMAT_VERSION, RECONCILIATION_FORMAT_VERSION, Event, NewReconciliation, Run
+from .states import LOOKS_ONLY
 
 FOLLOWS = {"applied": ("applied", "compensated"), "not_applied": ("not_applied",), "compensated": ("compensated",)}
 """Which conclusion may supersede which; everything else contradicts the one before."""
@@ -172,23 +173,38 @@ def _check_holder(tx: Connection, notes: str | None, run_id: str) -> None:
 
 
 def _check_compensation(tx: Connection, new: NewReconciliation, run_id: str) -> None:
+    """What stands as the inverse of an effect has to have been able to undo it (contract 5.5)."""
     inverse = new.compensation_effect_id or ""
     row = tx.execute(
-        "SELECT e.run_id, e.confirmed, r.mode, r.source_run_id FROM effects e JOIN runs r USING (run_id) "
-        "WHERE e.effect_id = ?",
-        (inverse,),
+        "SELECT e.run_id, e.confirmed, r.mode, r.source_run_id, e.effect_class, "
+        "e.started_at < s.started_at, "  # NULL where one of them was never seen to begin
+        "e.run_id = s.run_id AND e.task_id = s.task_id AND e.operation = s.operation "
+        "AND e.input_digest = s.input_digest "
+        "FROM effects e JOIN runs r USING (run_id), effects s WHERE e.effect_id = ? AND s.effect_id = ?",
+        (inverse, new.effect_id),
     ).fetchone()
     if row is None:
         raise NotFoundError(f"there is no effect {inverse} in this database", run_id=run_id)
+    short, said = inverse[:12], latest(tx, inverse)
+    wrong = None
     if inverse == new.effect_id:
-        raise ConflictError("an effect does not compensate itself", run_id=run_id)
-    if row[0] != run_id and not (row[2] == "compensation" and row[3] == run_id):
+        wrong = "an effect does not compensate itself"
+    elif row[0] != run_id and not (row[2] == "compensation" and row[3] == run_id):
+        wrong = f"effect {short} belongs neither to {run_id} nor to a compensation run of it"
+    elif said is not None and said[1] == "compensated":
+        wrong = f"effect {short} was undone itself"
+    elif not row[1] and (said is None or said[1] != "applied"):
+        wrong = f"effect {short} is not known to have happened"
+    elif row[4] in LOOKS_ONLY:
+        wrong = f"effect {short} ({row[4]}) changes nothing, so it has undone nothing"
+    elif row[6]:
+        wrong = f"effect {short} is the same once more, by another attempt of its task"
+    elif row[5]:
+        wrong = f"effect {short} began before {new.effect_id[:12]} did, so it cannot have undone it"
+    if wrong is not None:
         raise ConflictError(
-            f"effect {inverse[:12]} belongs neither to {run_id} nor to a compensation run of it", run_id=run_id
+            wrong, remedy=f"`agentctl effects list {run_id}` shows the effects of the run", run_id=run_id
         )
-    said = latest(tx, inverse)
-    if not row[1] and (said is None or said[1] != "applied"):
-        raise ConflictError(f"effect {inverse[:12]} is not known to have happened", run_id=run_id)
 
 
 def _let_task_go_on(

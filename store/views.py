@@ -644,6 +644,7 @@ def _uncertain(tx: Connection, run_id: str) -> tuple[list[dict[str, Any]], int]:
                 "operation": operation,
                 "startedAt": started_at,
                 "error": _value(error),
+                "remoteTaskId": _remote_task(tx, effect_id),
             }
         )
     count = len(found)
@@ -651,6 +652,16 @@ def _uncertain(tx: Connection, run_id: str) -> tuple[list[dict[str, Any]], int]:
         sql = f"SELECT COUNT(*) FROM effects WHERE {_UNRESOLVED} AND run_id = ?"  # noqa: S608
         count = _count(tx, sql, (run_id,))
     return found, count
+
+
+def _remote_task(tx: Connection, effect_id: str) -> str | None:
+    """The task of a remote agent that can be asked how an effect has ended (`effects continue-remote`)."""
+    row = tx.execute(
+        "SELECT json_extract(state_json, '$.remoteTaskId') FROM protocol_calls "
+        "WHERE effect_id = ? AND protocol = 'a2a'",
+        (effect_id,),
+    ).fetchone()
+    return None if row is None else row[0]
 
 
 def _budget(tx: Connection, run_id: str, now: int) -> dict[str, Any]:
@@ -701,6 +712,10 @@ def _waiting(tx: Connection, run: Run, driver: dict[str, Any] | None, now: int) 
             detail += f" after: {reason}" if reason else ""
         elif state == "pending" and task_id in unmet:
             why, detail = unmet[task_id]
+        elif holds.get(task_no) == "budget" and (holder := _budget_holder(tx, run.run_id)) is not None:
+            # Going on with the run does not help: nothing but this conclusion gives the budget back.
+            why = "budget"
+            detail = f"uncertain effect {holder[:12]} holds the budget that it needs, until a person has reconciled it"
         elif paused:
             why, detail = "paused", f"the run is paused; `agentctl resume {run.run_id}` lets it go on"
         elif not driven:
@@ -712,6 +727,17 @@ def _waiting(tx: Connection, run: Run, driver: dict[str, Any] | None, now: int) 
             why, detail = "place", _places(run.max_concurrency)
         found.append({"taskId": task_id, "why": why, "detail": detail})
     return found
+
+
+def _budget_holder(tx: Connection, run_id: str) -> str | None:
+    """The first unresolved effect of a run that holds budget which only its reconciliation gives back."""
+    row = tx.execute(
+        f"SELECT effect_id FROM effects WHERE {_UNRESOLVED} AND run_id = ?1 AND EXISTS "  # noqa: S608
+        "(SELECT 1 FROM budget_reservations b WHERE b.run_id = ?1 AND b.reservation_id = effects.effect_id "
+        "AND b.state = 'open' AND b.units > 0) ORDER BY effect_no LIMIT 1",
+        (run_id,),
+    ).fetchone()
+    return None if row is None else row[0]
 
 
 def _places(limit: int) -> str:

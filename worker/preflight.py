@@ -75,6 +75,24 @@ def provider_service(name: str, definition: Mapping[str, Any]) -> Service | None
     return Service(name, "provider", url, secrets, kind)
 
 
+def require_script(name: str, definition: Mapping[str, Any], policy: Policy, workspace: str) -> None:
+    """Raise what would keep the script of a provider of kind fake from being played: `PolicyError` (exit 3) when it
+    lies where it must not, else `PrerequisiteError` (exit 6)."""
+    if definition["kind"] != "fake" or definition.get("script") is None:
+        return
+    from .providers.script import read_script
+
+    try:
+        read_script(str(definition["script"]), policy, workspace)
+    except TaskFault as fault:
+        message = f"the provider {name!r}: its script {definition['script']!r}: {fault.message}"
+        if fault.code == "policy_denied":
+            remedy = "a script lies in the workspace, and its log under policy.writableRoots"
+            raise PolicyError(message, remedy=remedy) from fault
+        remedy = f"see spec.providers.{name}.script; nothing was started"
+        raise PrerequisiteError(message, remedy=remedy) from fault
+
+
 def require(
     service: Service,
     policy: Policy,
@@ -139,8 +157,42 @@ def secret_problem(
     return None
 
 
-def denied_secret(reference: Mapping[str, Any], policy: Policy, workspace: str) -> TaskFault | None:
-    """Why the policy denies a secret of a command, or None. Whether it can be had is found where the command runs."""
+def denied_variable(name: str, reference: Mapping[str, Any], policy: Policy, workspace: str) -> TaskFault | None:
+    """Why the policy denies a variable of a command, its name or its secret, or None. Whether the secret can be had is
+    found where the command runs."""
+    from .effects.secret_values import require_variable
+
+    try:
+        require_variable(policy, name)
+    except TaskFault as fault:
+        return fault
+    return _denied_secret(reference, policy, workspace)
+
+
+def denials_of(service: Service, policy: Policy, workspace: str) -> Iterator[tuple[tuple[str, ...], PolicyError]]:
+    """What the policy denies of a service, judged without a look at anything outside: each place below the service's,
+    or the one of `policy`, and the error of `require`. An address that is none is found by `require`."""
+    try:
+        target = target_of(service.url)
+        require_allowed(policy, target)
+    except ConnectionDenied as error:
+        yield (), PolicyError(f"{service.what} will be denied: {error.message}", remedy=_allow(target))
+    except ValueError:
+        pass
+    for place, reference in service.secrets.items():
+        if service.provider_kind is not None and is_default(service.provider_kind, reference):
+            continue
+        fault = _denied_secret(reference, policy, workspace)
+        if fault is not None:
+            yield tuple(place.split(".", 1)), _policy_error(fault, f"{service.what}: its {place}")
+    if policy.network.custom_ca is not None:
+        fault = _denied_secret(policy.network.custom_ca, policy, workspace)
+        if fault is not None:
+            place = "policy.network.customCa"
+            yield tuple(place.split(".")), _policy_error(fault, f"{service.what}: {place}")
+
+
+def _denied_secret(reference: Mapping[str, Any], policy: Policy, workspace: str) -> TaskFault | None:
     from .effects.secret_values import require_permitted
 
     try:
@@ -166,13 +218,15 @@ def _ca_problem(policy: Policy, workspace: str) -> TaskFault | None:
 
 def error_of(fault: TaskFault, where: str) -> AgentctlError:
     """The error for a secret that cannot be had: `PolicyError` (exit 3) or `PrerequisiteError` (exit 6)."""
-    message = f"{where}: {fault.message}"
     if fault.code == "policy_denied":
-        remedy = (fault.details or {}).get(
-            "remediation", "allow it under policy (environmentAllowlist, secretFileRoots, …)"
-        )
-        return PolicyError(message, remedy=remedy)
-    return PrerequisiteError(message, remedy="provide the secret where the reference points; nothing was started")
+        return _policy_error(fault, where)
+    remedy = "provide the secret where the reference points; nothing was started"
+    return PrerequisiteError(f"{where}: {fault.message}", remedy=remedy)
+
+
+def _policy_error(fault: TaskFault, where: str) -> PolicyError:
+    general = "allow it under policy (environmentAllowlist, secretFileRoots, …)"
+    return PolicyError(f"{where}: {fault.message}", remedy=(fault.details or {}).get("remediation", general))
 
 
 def _require_library(service: Service) -> None:

@@ -141,6 +141,32 @@ class Redactor:
         return value
 
 
+def place_of(secret: Bytes, value: Any) -> tuple[str | int, ...] | None:
+    """Where in a JSON value a secret of at least `MIN_ENCODED` bytes stands in any of its forms, or None.
+
+    A key that holds it is no part of the place, which must not tell it.
+    """
+    if len(secret) < MIN_ENCODED:
+        return None
+    wanted = [form.decode("utf-8", errors="surrogateescape") for form in forms(secret)]
+    pending: list[tuple[tuple[str | int, ...], Any]] = [((), value)]
+    while pending:
+        place, item = pending.pop()
+        if isinstance(item, str):
+            found = any(form in item for form in wanted)
+        elif isinstance(item, dict):
+            found = any(form in key for key in item for form in wanted)
+            pending += [((*place, key), below) for key, below in reversed(item.items())]
+        elif isinstance(item, list | tuple):
+            found = False
+            pending += [((*place, index), below) for index, below in enumerate(item)]
+        else:
+            found = isinstance(item, int | float) and not isinstance(item, bool) and repr(item) in wanted
+        if found:
+            return place
+    return None
+
+
 class _Known:
     """The secrets that this process has read: what it records and logs is cleaned of them, whichever task they are for.
 

@@ -11,10 +11,13 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from agentctl.store.errors import TaskFault
 from agentctl.store.policy import Policy
+
+if TYPE_CHECKING:
+    from .effects.secret_values import Secret
 
 
 def learn(settings: Mapping[str, Any], policy: Policy, workspace: str) -> None:
@@ -30,7 +33,28 @@ def learn(settings: Mapping[str, Any], policy: Policy, workspace: str) -> None:
         except TaskFault:
             continue
     for definition in (models.get("providers") or {}).values():
-        _learn_default(definition)
+        _default(definition)
+
+
+def readable_secrets(
+    references: Any, providers: Mapping[str, Mapping[str, Any]], policy: Policy, workspace: str
+) -> list[Secret]:
+    """The values of variables and files among `references`, and of the variables that belong to the kinds of
+    `providers`; what is denied or cannot be had is left out, and each source is read once."""
+    from .effects.secret_values import resolve_secret
+
+    found: dict[str, Secret] = {}
+    for reference in references_in(references):
+        try:
+            secret = resolve_secret(reference, policy, workspace)
+        except TaskFault:
+            continue
+        found[secret.source] = secret
+    for definition in providers.values():
+        default = _default(definition)
+        if default is not None:
+            found[default.source] = default
+    return list(found.values())
 
 
 def references_in(value: Any) -> Iterator[Mapping[str, Any]]:
@@ -55,15 +79,19 @@ def takes_secrets(action: Mapping[str, Any], policy: Policy) -> bool:
     return bool(peers) and policy.network.custom_ca is not None
 
 
-def _learn_default(definition: Mapping[str, Any]) -> None:
-    """The variable of a provider's kind, which no allowlist has to name."""
+def _default(definition: Mapping[str, Any]) -> Secret | None:
+    """The variable of a provider's kind, which no allowlist has to name, if it is set and can be read."""
     from .effects.secret_values import from_variable
     from .providers.exchange import credential_of, is_default
 
     kind = definition["kind"]
     reference = credential_of(kind, definition)
-    if reference is not None and is_default(kind, reference) and reference["env"] in os.environ:
-        from_variable(reference["env"])
+    if reference is None or not is_default(kind, reference) or reference["env"] not in os.environ:
+        return None
+    try:
+        return from_variable(reference["env"])
+    except TaskFault:
+        return None
 
 
 def without_secrets(action: Mapping[str, Any], policy: Policy, workspace: str) -> tuple[dict[str, Any], Policy]:
@@ -72,8 +100,10 @@ def without_secrets(action: Mapping[str, Any], policy: Policy, workspace: str) -
 
     Raises `policy_denied` as a run would.
     """
-    from .effects.secret_values import require_permitted
+    from .effects.secret_values import require_permitted, require_variable
 
+    for name in action.get("env") or ():
+        require_variable(policy, name)
     peers = action.get("peers") or {}
     custom_ca = policy.network.custom_ca if peers else None
     named = [action.get("env"), *(peer.get("headers") for peer in peers.values()), custom_ca and {"": custom_ca}]

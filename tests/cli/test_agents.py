@@ -563,10 +563,20 @@ def test_a_worker_that_drains_stops_between_two_steps(talk: Talk) -> None:
     assert [row[2] for row in talk.effects()] == [1, 1, 1]
 
 
-def test_a_missing_script_is_told_and_nothing_is_sent(talk: Talk) -> None:
-    assert talk.run(document([{**ASK, "retry": {"maxAttempts": 3}}])).code == 4
-    assert (talk.error()["code"], talk.error()["retryable"]) == ("provider_script", False)
-    assert talk.effects() == [("model", "failed", 1)]
+@pytest.mark.parametrize(
+    ("text", "log", "code"), [(None, None, 6), ("{", None, 6), ("", "/elsewhere/log", 3)], ids=["none", "bad", "log"]
+)
+def test_a_script_that_cannot_be_played_is_told_before_a_run_exists(
+    talk: Talk, text: str | None, log: str | None, code: int
+) -> None:
+    value = document([{**ASK, "retry": {"maxAttempts": 3}}])
+    if text is not None:
+        script = text or json.dumps({"conversations": [{"turns": [{"text": "x"}]}], "log": log})
+        (talk.folder / "model.json").write_text(script, encoding="utf-8")
+    refused = talk.run(value)
+    assert refused.code == code, refused.err
+    assert "'model.json'" in refused.err
+    assert not talk.site.database.exists()
 
 
 # -- a fresh attempt after a conclusion --------------------------------------------------------------------------------

@@ -400,10 +400,13 @@ def test_an_inverse_effect_that_was_itself_undone_blocks(field: Field, undo: Und
     source = undo.failed([undo.task("a"), undo.task("b"), undo.end("a", "b")])
     made = undo.compensate(source).data["runId"]
     first, second = (undo.effect(made, f"compensate--{task}") for task in "ab")
-    said = ("effects", "reconcile", first, "--reason", "r", "--status", "compensated", "--compensation-effect", second)
-    assert field.json(*said).code == 0
-    assert undo.rules(source) == [("a", "compensation_effect_reversed")]
-    assert undo.plan(source)["alreadyCompensatedEffects"] == [undo.effect(source, "b")]
+    said = ("--reason", "r", "--status", "compensated", "--compensation-effect")
+    # What b's inverse has done was undone after it; the one of a came later.
+    older = field.json("effects", "reconcile", first, *said, second)
+    assert (older.code, older.error["code"]) == (5, "conflict")
+    assert field.json("effects", "reconcile", second, *said, first).code == 0
+    assert undo.rules(source) == [("b", "compensation_effect_reversed")]
+    assert undo.plan(source)["alreadyCompensatedEffects"] == [undo.effect(source, "a")]
     result = undo.compensate(source)
     assert (result.code, result.data["runId"]) == (3, None)
 
@@ -570,3 +573,33 @@ def test_approval_cancel_replay_and_compensation_inside_a_nested_sub_workflow(fi
     assert undo.compensate(cancelled).data["runId"] is None
     assert undo.notes() == ["first", "second", "undo-second/0", "undo-first/0"]
     undo.sound()
+
+
+def test_what_a_person_undid_first_is_told_with_the_failed_run(field: Field, undo: Undo) -> None:
+    """It was to be undone by itself, and somebody else was quicker than whoever drives the run."""
+    file = undo.write([undo.task("a"), undo.end("a")], compensation=AUTOMATIC)
+    field.start("run", file, env={"AGENTCTL_FAULT": "before_compensation"}).popen.wait()
+    source = field.scalar("SELECT run_id FROM runs")
+    made = undo.compensate(source)
+    assert made.code == 0, made.err
+    told = field.json("wait", source)
+    assert (told.code, told.data["compensation"]["runId"]) == (4, made.data["runId"])
+    assert field.rows("SELECT * FROM compensations_due") == []
+
+
+def test_a_task_that_waits_for_budget_of_an_uncertain_effect_says_so(field: Field) -> None:
+    tasks = [
+        {"id": "a", "uses": "action:nap", "with": {"args": ["60"]}},
+        {"id": "b", "uses": "action:nap", "with": {"args": ["0"]}},
+    ]
+    nap = {"kind": "builtin.shell.exec", "command": "sleep", "timeoutSeconds": 1, "idempotency": "at_most_once"}
+    file = field.workflow(
+        "nap", tasks, actions={"nap": nap}, policy={"approval": "never", "processAllowlist": ["sleep"]},
+        runtime={"budgets": {"maxProcessOutputBytes": 3_000_000}},
+    )  # fmt: skip
+    paused = field.json("run", file)
+    assert (paused.code, paused.data["reason"]) == (3, "uncertain_effect"), paused.err
+    waiting = {item["taskId"]: item for item in field.json("status", paused.data["runId"]).data["waiting"]}
+    effect = field.scalar("SELECT effect_id FROM effects WHERE status = 'uncertain'")
+    assert waiting["b"]["why"] == "budget"
+    assert f"uncertain effect {effect[:12]}" in waiting["b"]["detail"]

@@ -101,7 +101,8 @@ def test_a_provider_that_no_task_reaches_needs_nothing(cli: Cli) -> None:
 
 
 def test_check_and_check_mode_need_nothing(cli: Cli) -> None:
-    file = cli.write("w.yaml", document({"kind": "openai"}))
+    cli.environment.pop("OPENAI_API_KEY", None)
+    file = cli.write("w.yaml", document({"kind": "openai"}, {"networkAllowlist": ["api.openai.com"]}))
     assert cli("check", file).code == 0
     assert cli("plan", file).code == 0
     assert cli("run", file, "--check").code == 0
@@ -117,6 +118,80 @@ def test_a_denied_secret_of_a_command_is_told_before_anything_exists(cli: Cli) -
     assert (result.code, result.error["code"]) == (3, "blocked")
     assert "secretFileRoots" in result.error["message"]
     assert not cli.database.exists()
+
+
+SECRET = {"kind": "builtin.shell.exec", "command": "sh", "env": {"TOK": {"file": "keys/tok"}}}
+TOOL = {
+    "kind": "action", "action": "sh", "description": "d", "capability": "process.exec", "risk": "high",
+    "inputSchema": {"type": "object", "additionalProperties": False, "properties": {}}, "outputSchema": {},
+    "effectClass": "process_execution", "idempotency": "unknown", "retrySafe": False, "timeoutSeconds": 5,
+}  # fmt: skip
+CALLS = {"s": {"url": "http://127.0.0.1:1/mcp", "headers": {"X-Key": {"env": "KEY"}}}}
+
+
+@pytest.mark.parametrize(
+    ("policy", "provider", "spec", "places"),
+    [
+        (
+            {"processAllowlist": ["sh"], "secretFileRoots": ["keys"]},
+            {"kind": "fake"},
+            {"actions": {"sh": SECRET}, "tasks": [{"id": "t", "uses": "action:sh", "with": {"args": ["-c", "true"]}}]},
+            ["spec.actions.sh.env.TOK"],
+        ),
+        (
+            {"processAllowlist": ["sh"], "environmentAllowlist": ["TOK"]},
+            {"kind": "fake"},
+            {
+                "actions": {"sh": SECRET},
+                "tools": {"t": TOOL},
+                "agents": {"a": {"provider": "p", "model": "m", "instructions": "x", "tools": ["t"]}},
+            },
+            ["spec.actions.sh.env.TOK"],
+        ),
+        (
+            {"network": {"customCa": {"file": "/elsewhere"}}},
+            {"kind": "openai", "headers": {"X": {"env": "NO"}}},
+            {},
+            ["spec.providers.p", "spec.providers.p.headers.X", "spec.policy.network.customCa"],
+        ),
+        (
+            {},
+            {"kind": "fake"},
+            {
+                "actions": {"call": {"kind": "mcp.call"}},
+                "mcpServers": CALLS,
+                "tasks": [{"id": "t", "uses": "action:call", "with": {"server": "s", "tool": "t"}}],
+            },
+            ["spec.mcpServers.s", "spec.mcpServers.s.headers.X-Key"],
+        ),
+    ],
+)
+def test_check_and_check_mode_tell_what_the_policy_is_certain_to_deny(
+    cli: Cli, policy: dict[str, Any], provider: dict[str, Any], spec: dict[str, Any], places: list[str]
+) -> None:
+    file = cli.write("w.yaml", document(provider, policy, **spec))
+    checked = cli.json("check", file)
+    assert checked.code == 0
+    found = json.loads(checked.out)["diagnostics"]
+    assert [item["path"] for item in found if item["code"] == "policy_denied"] == places
+    foreseen, refused = cli.json("run", file, "--check"), cli.json("run", file)
+    assert (foreseen.code, foreseen.error["code"], refused.code) == (3, "blocked", 3)
+    assert found[-len(places)]["message"] == foreseen.error["message"]
+    assert refused.error["message"] == foreseen.error["message"]
+    assert not cli.database.exists()
+
+
+def test_check_tells_that_the_program_of_a_tool_is_denied(cli: Cli) -> None:
+    spec = {
+        "actions": {"sh": {"kind": "builtin.shell.exec", "command": "sh", "with": {"env": {"A": "x"}}}},
+        "tools": {"t": TOOL},
+        "agents": {"a": {"provider": "p", "model": "m", "instructions": "x", "tools": ["t"]}},
+    }
+    checked = cli.json("check", cli.write("w.yaml", document({"kind": "fake"}, **spec)))
+    assert [item["path"] for item in json.loads(checked.out)["diagnostics"]] == [
+        "spec.actions.sh.command",
+        "spec.agents.a.tools[0]",
+    ]
 
 
 @pytest.mark.parametrize(
@@ -235,3 +310,51 @@ def test_a_run_asks_a_real_server(cli: Cli, server: ModelServer) -> None:
     assert result.data["output"]["ask"]["text"] == "fine"
     assert server.count == 1
     assert server.seen[0].headers["authorization"] == "Bearer sk-1234567890"
+
+
+LEAK = "s3cret-token-value"
+
+
+@pytest.mark.parametrize("verb", ["run", "submit"])
+@pytest.mark.parametrize(
+    ("place", "named"),
+    [
+        ("instructionsFile", "'in.md' (spec.agents.a)"),
+        ("variables file", "'v.yaml' (spec): deep.key"),
+        ("document", "spec.tasks[0].with.prompt"),
+        ("key", "spec.vars"),
+        ("input", "inputs: x"),
+        ("var", "--var: x"),
+        ("given file", "'v.yaml': deep.key"),
+    ],
+)
+def test_a_secret_that_would_be_stored_is_refused_with_its_place(cli: Cli, verb: str, place: str, named: str) -> None:
+    (cli.folder / "keys").mkdir()
+    cli.write("keys/tok", LEAK + "\n")
+    cli.write("in.md", f"Use {LEAK if place == 'instructionsFile' else 'it'} well.")
+    cli.write("v.yaml", f"deep: {{key: ['{LEAK if 'file' in place else 'x'}']}}\n")
+    agent = {"provider": "p", "model": "m", "instructionsFile": "in.md"}
+    spec: dict[str, Any] = {
+        "agents": {"a": agent},
+        "actions": {"sh": SECRET},
+        "inputs": {"x": 1},
+        "tasks": [{"id": "t", "uses": "agent:a", "with": {"prompt": LEAK if place == "document" else "go"}}],
+    }
+    if place == "key":
+        spec["vars"] = {LEAK.replace("-", "_"): 1}
+        cli.write("keys/tok", LEAK.replace("-", "_"))
+    elif place == "variables file":
+        spec["varsFiles"] = ["v.yaml"]
+    policy = {"secretFileRoots": ["keys"], "environmentAllowlist": ["TOK"]}
+    file = cli.write("w.yaml", document({"kind": "fake"}, policy, **spec))
+    options = {
+        "input": ["--input", f"x=Bearer {LEAK}"], "var": ["--var", f'x="{LEAK}"'],
+        "given file": ["--vars-file", "v.yaml"],
+    }.get(place, [])  # fmt: skip
+    refused = cli.json(verb, file, *options)
+    assert (refused.code, refused.error["code"]) == (3, "blocked"), refused.err
+    assert named in refused.error["message"]
+    assert "file:keys/tok" in refused.error["message"]
+    assert LEAK not in refused.err
+    assert LEAK.replace("-", "_") not in refused.err
+    assert not cli.database.exists()

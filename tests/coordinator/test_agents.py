@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from agentctl.coordinator.advice import certain_denials
+from agentctl.coordinator.advice import certain_denials, repeated_calls
 from agentctl.coordinator.compiler import compile_workflow
 from agentctl.coordinator.definition import document_from_source
 from agentctl.coordinator.diagnostics import DocumentError
@@ -305,3 +305,25 @@ def test_what_the_policy_is_certain_to_deny_is_told_before_a_run() -> None:
         ("policy_denied", "spec.agents.helper.tools[0]"),
         ("policy_denied", "spec.agents.helper.tools[1]"),
     ]
+
+
+@pytest.mark.parametrize(
+    ("idempotency", "safe", "warned"),
+    [("at_most_once", True, True), ("unknown", True, True), ("idempotent", True, False), ("unknown", False, False)],
+)
+def test_a_permission_to_repeat_what_may_not_be_done_twice_is_pointed_out(
+    idempotency: str, safe: bool, warned: bool
+) -> None:
+    tool = {
+        **READ, "kind": "action", "action": "sh", "capability": "process.exec", "risk": "high",
+        "effectClass": "process_execution", "idempotency": idempotency, "retrySafe": safe,
+        "inputSchema": {"type": "object", "additionalProperties": False, "properties": {}},
+    }  # fmt: skip
+    value = document([ASK], tools={"t": tool}, actions={"sh": {**SHELL, "idempotency": idempotency}})
+    source = parse_document(json.dumps(value).encode(), "flow.yaml")
+    loaded = capture(document_from_source(source, base_dir=Path("/base")))
+    found = repeated_calls(loaded, compile_workflow(loaded, inputs={}))
+    assert [(item.severity, item.path) for item in found] == [("warning", "spec.tools.t.retrySafe")] * warned
+    for item in found:
+        assert "retrySafe: true" in item.message
+        assert f"idempotency is {idempotency}" in item.message

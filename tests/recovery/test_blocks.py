@@ -99,6 +99,57 @@ def test_an_effect_that_is_unsafe_to_repeat(copy: tuple[Place, str]) -> None:
     place.plan("repair", "rich.yaml", run_id, "--from", "once", "--restart-successful")
 
 
+def test_what_cannot_be_the_inverse_of_an_effect(copy: tuple[Place, str]) -> None:
+    place, run_id = copy
+    effects = {row[0]: row[1] for row in place.rows("SELECT task_id, effect_id FROM effects WHERE run_id = ?", run_id)}
+    said = ("--status", "compensated", "--reason", "seen", "--approved", "--compensation-effect")
+    for source, inverse, why in (
+        ("once", "once", "does not compensate itself"),
+        ("once", "bad", "not known to have happened"),
+        ("twice", "once", "began before"),
+    ):
+        refused = place.refused("effects", "reconcile", effects[source], *said, effects[inverse])
+        assert (refused.code, refused.error["code"]) == (5, "conflict"), refused.err
+        assert why in refused.error["message"]
+    place.forge("UPDATE effects SET effect_class = 'observe' WHERE effect_id = ?", effects["twice"])
+    refused = place.refused("effects", "reconcile", effects["once"], *said, effects["twice"])
+    assert "changes nothing" in refused.error["message"]
+    assert place.scalar("SELECT COUNT(*) FROM effect_reconciliations") == 0
+
+
+ONCE = """\
+apiVersion: agentctl.dev/v1
+kind: Workflow
+metadata: {name: once}
+spec:
+  policy: {approval: never, processAllowlist: [sh]}
+  actions:
+    sh: {kind: builtin.shell.exec, command: sh}
+  tasks:
+    - id: first
+      uses: action:sh
+      with: {args: [-c, "true"]}
+    - id: t
+      uses: action:sh
+      needs: [first]
+      with: {args: [-c, "true"]}
+      outputSchema: {required: [never]}
+"""
+
+
+def test_the_advice_for_what_happened_can_be_followed(place: Place) -> None:
+    """Nothing keeps the result of a task that has failed, and only an effect can be named as an inverse."""
+    place.text("once.yaml", ONCE)
+    run_id = place.go("once.yaml", code=4)
+    shown = place("retry", "once.yaml", run_id, "--failed", "--plan").out
+    assert "t: unreconciled_effect" in shown
+    assert "there is no result that could be kept" in shown
+    assert "no root at or above" not in shown
+    assert "--status compensated --compensation-effect EFFECT" in shown
+    shown = place("repair", "once.yaml", run_id, "--from", "first", "--restart-successful", "--plan").out
+    assert "no root at or above first keeps its result" in shown
+
+
 def reconcile(place: Place, effect: str, status: str, *options: str) -> None:
     result = place.json("effects", "reconcile", effect, "--status", status, "--reason", "seen", "--approved", *options)
     assert result.code == 0, result.err
@@ -241,11 +292,25 @@ def test_a_compensation_that_came_after_the_first_reuse(copy: tuple[Place, str])
     place, run_id = copy
     place.text("ok", "")
     derived = place.derive("retry", "rich.yaml", run_id, "--failed", "--workspace", ".")["runId"]
-    place.plan("repair", "rich.yaml", derived, "--from", "below", "--restart-successful")
+    options = ("--from", "below", "--restart-successful")
+    place.plan("repair", "rich.yaml", derived, *options)
     effects = {row[0]: row[1] for row in place.rows("SELECT task_id, effect_id FROM effects WHERE run_id = ?", run_id)}
     reconcile(place, effects["once"], "compensated", "--compensation-effect", effects["twice"])
-    plan = place.plan("repair", "rich.yaml", derived, "--from", "below", "--restart-successful", compatible=False)
+    plan = place.plan("repair", "rich.yaml", derived, *options, compatible=False)
     assert blocks(plan)["once"] == "unresolved_reused_effect"
+    # It cannot be a root, since it was taken over, and neither can what depends on it: the first plan says so.
+    once = next(block for block in plan["blockedReuse"] if block["taskId"] == "once")
+    assert (once["fullForkRequired"], once["suggestedRepairRoots"]) == (True, [])
+    shown = place("repair", "rich.yaml", derived, *options, "--plan").out
+    assert f"`agentctl fork {derived}`" in shown
+    assert "what takes all of this in" not in shown
+
+
+def test_each_advice_has_the_acknowledgement_that_its_roots_need(copy: tuple[Place, str]) -> None:
+    place, run_id = copy
+    file = place.edit("rich.yaml", "other.yaml", (at("shape", "with", "x"), 2))
+    shown = place("repair", file, run_id, "--from", "bad", "--plan").out
+    assert "take it into what is executed: --from shape --restart-successful" in shown
 
 
 # -- what was changed behind the back of agentctl ----------------------------------------------------------------------

@@ -530,6 +530,10 @@ def test_a_model_delegates_and_the_answer_comes_late(peers: Peers, ends: bool) -
     paused = place.json("run", "flow.json")
     assert (paused.code, paused.data["reason"]) == (3, "uncertain_effect"), paused.out
     effect = str(place.scalar("SELECT effect_id FROM effects WHERE operation = 'tool.delegate'"))
+    remote = str(place.scalar("SELECT json_extract(state_json, '$.remoteTaskId') FROM protocol_calls"))
+    for shown in (place("status", paused.data["runId"]).out, place("resume", paused.data["runId"]).out):
+        assert f"`agentctl effects continue-remote {effect[:12]}`" in shown
+        assert remote in shown
     if ends:
         assert place.json("cancel", paused.data["runId"]).code == 0
     complete(peers, effect)

@@ -68,9 +68,7 @@ def require_permitted(reference: Mapping[str, Any], policy: Policy, workspace: s
     """Raise `policy_denied` when the policy does not let a reference be read (contract 11.2). Reads nothing."""
     kind, value = _source(reference)
     if kind == "env":
-        if not environment_allowed(policy, str(value)):
-            message = f"the variable {value} is not in policy.environmentAllowlist"
-            raise _denied(message, f"environmentAllowlist: [{value}]")
+        require_variable(policy, str(value))
     elif kind == "file":
         path = str(value)
         refuse_dotdot(path)
@@ -82,6 +80,12 @@ def require_permitted(reference: Mapping[str, Any], policy: Policy, workspace: s
     elif not secret_process_allowed(policy, command := str(value.get("command", ""))):
         message = f"{command!r} is not in policy.secretProcessAllowlist"
         raise _denied(message, f"secretProcessAllowlist: [{os.path.basename(command)}]")
+
+
+def require_variable(policy: Policy, name: str) -> None:
+    """Raise `policy_denied` when the policy does not let a command be given a variable of this name."""
+    if not environment_allowed(policy, name):
+        raise _denied(f"the variable {name} is not in policy.environmentAllowlist", f"environmentAllowlist: [{name}]")
 
 
 def _denied(message: str, entry: str) -> TaskFault:
