@@ -22,6 +22,30 @@ _HOLDERS = ("actions", "providers", "mcpServers", "a2aPeers", "tools")
 """The parts of a spec with references to secrets, and `policy.network.customCa`."""
 
 
+_OF_A_LOGIN = frozenset(
+    {
+        "DISPLAY",
+        "EDITOR",
+        "HOME",
+        "HOSTNAME",
+        "LANG",
+        "LANGUAGE",
+        "LOGNAME",
+        "OLDPWD",
+        "PATH",
+        "PWD",
+        "SHELL",
+        "TERM",
+        "TMPDIR",
+        "TZ",
+        "USER",
+        "WAYLAND_DISPLAY",
+    }
+)
+"""Variables that every session has, with what their names begin with: whoever passes them on has no secret in mind."""
+_OF_A_LOGIN_PREFIXES = ("LC_", "XDG_")
+
+
 def refuse_stored_secrets(document: LoadedDocument, plan: Plan, inputs: Mapping[str, Any], base: Path) -> None:
     """Raise `PolicyError` (exit 3), which names the place and the reference, for a secret that would be stored.
 
@@ -39,7 +63,8 @@ def refuse_stored_secrets(document: LoadedDocument, plan: Plan, inputs: Mapping[
     policy = Policy.from_json(plan.policy)
     workspace = os.path.realpath(os.path.join(base, policy.workspace_root))
     references = [*(_of_fields(held[name]) for name in held), ca]
-    secrets = readable_secrets(references, spec["providers"], policy, workspace)
+    found = readable_secrets(references, spec["providers"], policy, workspace)
+    secrets = [secret for secret in found if not _is_of_a_login(secret.source)]
     if not secrets:
         return
     from agentctl.worker.redaction import place_of
@@ -53,6 +78,11 @@ def refuse_stored_secrets(document: LoadedDocument, plan: Plan, inputs: Mapping[
                     "stored in clear",
                     remedy="take it out there, and give a task or a service that needs it the reference",
                 )
+
+
+def _is_of_a_login(source: str) -> bool:
+    kind, _, name = source.partition(":")
+    return kind == "env" and (name in _OF_A_LOGIN or name.startswith(_OF_A_LOGIN_PREFIXES))
 
 
 def _of_fields(entries: Mapping[str, Mapping[str, Any]]) -> list[Any]:

@@ -358,3 +358,14 @@ def test_a_secret_that_would_be_stored_is_refused_with_its_place(cli: Cli, verb:
     assert LEAK not in refused.err
     assert LEAK.replace("-", "_") not in refused.err
     assert not cli.database.exists()
+
+
+@pytest.mark.parametrize(("name", "code"), [("HOME", 0), ("LC_PAPER", 0), ("TOKEN", 3)])
+def test_a_variable_of_every_session_may_stand_in_a_document(cli: Cli, name: str, code: int) -> None:
+    """A command that needs HOME is no reason to refuse a path below it."""
+    value = "/home/somebody"
+    policy = {"environmentAllowlist": [name], "processAllowlist": ["true"]}
+    action = {"kind": "builtin.shell.exec", "command": "true", "idempotency": "pure", "env": {name: {"env": name}}}
+    tasks = [{"id": "t", "uses": "action:sh", "with": {"args": [f"{value}/file"]}}]
+    file = cli.write("w.yaml", document({"kind": "fake"}, policy, actions={"sh": action}, tasks=tasks))
+    assert cli.json("submit", file, env={name: value}).code == code
