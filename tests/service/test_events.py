@@ -130,8 +130,8 @@ def test_all_runs_are_followed_through_kills_and_restarts(field: Field) -> None:
     wait_until(place.exists, "it has begun", seconds=20)
     runs = []
     for _ in range(4):
+        before = len(lines(followers[-1]))  # a short run is over before `submit` has returned
         runs.append(field.submit(file))
-        before = len(lines(followers[-1]))
         wait_until(lambda n=before: len(lines(followers[-1])) >= n + chance.randint(1, 6), "it reads", seconds=20)  # type: ignore[misc]
         followers[-1].signal(signal.SIGKILL)
         followers[-1].wait()
