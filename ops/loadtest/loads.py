@@ -26,8 +26,14 @@ class Outcome:
 
 
 def _submit(ground: Ground, key: str, count: int, pause: str = "", *, gather: bool = True) -> str:
-    workflow = ground.write(f"{key}.yaml", orders.document("once", key, count, pause, ground.folder, gather=gather))
-    run_id = str(ground.call("submit", str(workflow))["runId"])
+    document = orders.document("once", key, count, pause, ground.folder, gather=gather)
+    # A document has at most 1 MiB, so the names come from outside.
+    fanout = document["spec"]["tasks"][0]["foreach"]
+    inputs = ground.write(f"{key}.inputs.json", {"items": fanout["items"]})
+    fanout["items"] = "${{ inputs.items }}"
+    document["spec"]["inputs"] = {"items": []}
+    workflow = ground.write(f"{key}.yaml", document)
+    run_id = str(ground.call("submit", str(workflow), "--inputs-file", str(inputs))["runId"])
     ground.note({"key": key, "kind": "once", "count": count, "runId": run_id})
     return run_id
 
