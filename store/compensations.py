@@ -16,7 +16,7 @@ from .clock import Clock
 from .database import Connection, Database, all_rows
 from .errors import RunMoved
 from .records import Event, NewReconciliation, NewRun, Run, RunDocuments, record
-from .states import LOOKS_ONLY
+from .states import LOOKS_ONLY, sql_words
 
 ACTOR = "agentctl-runtime"
 """Who concludes that an effect was compensated, when a declared inverse was confirmed."""
@@ -27,7 +27,7 @@ MAPPING = "__agentctlCompensation"
 CONCLUSIONS = 500
 """How many conclusions `settle` appends in one transaction."""
 
-_CHANGES = f"NOT IN ({', '.join(repr(name) for name in sorted(LOOKS_ONLY))})"
+_CHANGES = f"NOT IN ({sql_words(LOOKS_ONLY)})"
 """What the class of an effect is that may have changed something."""
 
 

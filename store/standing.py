@@ -8,7 +8,6 @@ function takes the open transaction.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
 from typing import Any
 
 from . import conclusions, runs
@@ -16,7 +15,7 @@ from .conversations import PREFIX
 from .database import Connection, all_rows
 from .errors import TaskFault
 from .records import record
-from .states import LOOKS_ONLY, REPEATABLE_IDEMPOTENCY
+from .states import LOOKS_ONLY, REPEATABLE_IDEMPOTENCY, sql_words
 
 CODE = "not_repeatable"
 """The code of a task that would have to do again what must not be done again."""
@@ -46,8 +45,8 @@ def unrepeatable(tx: Connection, run_id: str, task_no: int, *, besides: str | No
             tx.execute(
                 "SELECT e.effect_id, e.attempt, e.operation FROM attempts a "  # noqa: S608
                 "JOIN effects e ON e.attempt_id = a.attempt_id WHERE a.task_no = ? AND a.run_id = ? "
-                f"AND e.effect_class NOT IN ({_words(LOOKS_ONLY)}) "
-                f"AND e.idempotency NOT IN ({_words(REPEATABLE_IDEMPOTENCY)}) "
+                f"AND e.effect_class NOT IN ({sql_words(LOOKS_ONLY)}) "
+                f"AND e.idempotency NOT IN ({sql_words(REPEATABLE_IDEMPOTENCY)}) "
                 f"AND COALESCE({said}, CASE WHEN e.confirmed = 1 THEN 'applied' END) = 'applied' "
                 "AND e.effect_id IS NOT ? ORDER BY a.number, e.ordinal",
                 (task_no, run_id, besides),
@@ -60,10 +59,6 @@ def unrepeatable(tx: Connection, run_id: str, task_no: int, *, besides: str | No
     return [effect for effect in found if not _may_come_again(tools, effect.operation)]
 
 
-def _words(names: Iterable[str]) -> str:
-    return ", ".join(repr(name) for name in sorted(names))
-
-
 def _may_come_again(tools: dict[str, Any], operation: str) -> bool:
     tool = tools.get(operation.removeprefix(PREFIX)) if operation.startswith(PREFIX) else None
     return tool is not None and bool(tool.get("retrySafe"))
@@ -74,7 +69,7 @@ def fault(standing: list[Standing], effect_id: str) -> TaskFault:
     shown = ", ".join(f"{effect.effect_id[:12]} ({effect.operation})" for effect in standing[:SHOWN])
     more = f" and {len(standing) - SHOWN} more" if len(standing) > SHOWN else ""
     return TaskFault(
-        "not_repeatable",
+        "not_repeatable",  # CODE; written out, since the reference of errors is made from such calls
         f"a fresh attempt would repeat what has happened and must not be done twice: {shown}{more}",
         details={"effectIds": [effect.effect_id for effect in standing], "notApplied": effect_id},
     )

@@ -5,6 +5,8 @@ The documents and the tests are derived from `TASK_MOVES`, `RUN_MOVES` and `EFFE
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 RUN_FINAL = frozenset({"succeeded", "failed", "cancelled"})
 TASK_FINAL = frozenset({"succeeded", "failed", "skipped", "cancelled"})
 EFFECT_FINAL = frozenset({"succeeded", "failed", "cancelled", "uncertain"})
@@ -66,3 +68,8 @@ def may_repeat(effect_class: str, idempotency: str) -> bool:
     Yes only where its contract says so: idempotency pure, idempotent or keyed, or a class that changes nothing.
     """
     return idempotency in REPEATABLE_IDEMPOTENCY or effect_class in REPEATABLE_CLASSES
+
+
+def sql_words(names: Iterable[str]) -> str:
+    """Names as SQL writes them, in an order that is always the same: for `IN (…)`."""
+    return ", ".join(repr(name) for name in sorted(names))
