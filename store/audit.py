@@ -10,6 +10,15 @@ from .errors import CorruptStore, IncompatibleVersion, NotFoundError
 from .records import AUDIT_EVENT_VERSION, CHECKPOINT_FORMAT_VERSION, Event
 from .versions import check_versions
 
+MAX_SEQUENCE = (1 << 36) - 1
+"""What a number of the audit trail leaves to the sequence within its run (migration 13)."""
+
+OF_RUN = (
+    "event_no BETWEEN (SELECT audit_base FROM runs WHERE run_id = ?1) + ?2 + 1 "  # noqa: S608
+    f"AND (SELECT audit_base FROM runs WHERE run_id = ?1) + {MAX_SEQUENCE}"
+)
+"""The events of run ?1 after number ?2, for a WHERE clause; `event_no` is then their order."""
+
 
 def append(tx: Connection, run_id: str, events: Sequence[Event], *, actor: str, now: int) -> str | None:
     """Append audit events. The run's row gives the numbers: without gaps, and in one order (architecture 9).
@@ -21,7 +30,7 @@ def append(tx: Connection, run_id: str, events: Sequence[Event], *, actor: str, 
     count = len(events)
     row = tx.execute(
         "UPDATE runs SET audit_sequence = audit_sequence + ? WHERE run_id = ? "
-        "RETURNING audit_sequence, trace_id, driver, runtime_state_version, plan_format_version",
+        "RETURNING audit_base + audit_sequence, trace_id, driver, runtime_state_version, plan_format_version",
         (count, run_id),
     ).fetchone()
     if row is None:
@@ -31,9 +40,10 @@ def append(tx: Connection, run_id: str, events: Sequence[Event], *, actor: str, 
     trace: str = row[1]
     driver: str | None = row[2]
     tx.executemany(
-        "INSERT INTO audit_events VALUES (?,?,?,?,?,?,?,?,?)",
+        "INSERT INTO audit_events (event_no, run_id, event_version, event_type, task_id, actor, trace_id, "
+        "payload_json, created_at) VALUES (?,?,?,?,?,?,?,?,?)",
         [
-            (run_id, first + i, AUDIT_EVENT_VERSION, e.event_type, e.task_id, actor, trace, e.payload_json, now)
+            (first + i, run_id, AUDIT_EVENT_VERSION, e.event_type, e.task_id, actor, trace, e.payload_json, now)
             for i, e in enumerate(events)
         ],
     )

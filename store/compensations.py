@@ -262,11 +262,11 @@ class Compensations:
         """
         with self._database.read() as tx:
             row = tx.execute(
-                "SELECT run_id FROM runs WHERE source_run_id = ?1 AND mode = 'compensation' "
+                "SELECT run_id FROM runs WHERE source_run_id = ?1 AND mode = 'compensation' "  # noqa: S608
                 "AND (json_extract(lineage_json, '$.automatic') = 1 OR EXISTS "
-                "(SELECT 1 FROM audit_events WHERE run_id = ?1 AND event_type = 'compensation.due')) "
+                f"(SELECT 1 FROM audit_events WHERE {audit.OF_RUN} AND event_type = 'compensation.due')) "
                 "ORDER BY created_at, run_id LIMIT 1",
-                (run_id,),
+                (run_id, 0),
             ).fetchone()
         return row[0] if row else None
 

@@ -274,9 +274,12 @@ class Database:
 
     # -- transactions ----------------------------------------------------------------------------------------------
 
-    def write(self, *, durable: bool = False) -> _Write:
-        """A writing transaction: commits at the end of the block, rolls back when it raises."""
-        return _Write(self, durable)
+    def write(self, *, durable: bool = False, urgent: bool = False) -> _Write:
+        """A writing transaction: commits at the end of the block, rolls back when it raises.
+
+        `urgent` ones may overtake others at the gate.
+        """
+        return _Write(self, durable, urgent)
 
     def read(self) -> _Read:
         """A reading transaction: one snapshot for the whole block. Keep it short: it holds back the WAL."""
@@ -358,9 +361,9 @@ class Database:
                 pass
         return apsw.SQLITE_OK
 
-    def begin(self) -> None:
+    def begin(self, *, urgent: bool = False) -> None:
         """Take the gate and the write lock."""
-        self.gate.acquire()
+        self.gate.acquire(urgent=urgent)
         try:
             try:
                 self.connection.execute("BEGIN IMMEDIATE")
@@ -520,14 +523,15 @@ def _sync_failed(path: Path, reason: str | None) -> SyncFailed:
 
 
 class _Write:
-    __slots__ = ("_database", "_durable")
+    __slots__ = ("_database", "_durable", "_urgent")
 
-    def __init__(self, database: Database, durable: bool) -> None:
+    def __init__(self, database: Database, durable: bool, urgent: bool) -> None:
         self._database = database
         self._durable = durable
+        self._urgent = urgent
 
     def __enter__(self) -> Connection:
-        self._database.begin()
+        self._database.begin(urgent=self._urgent)
         return self._database.connection
 
     def __exit__(

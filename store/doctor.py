@@ -154,7 +154,7 @@ class _Examination:
             filesystem.require_writable(self._path)
         open_to: list[str] = []
         strange: list[str] = []
-        for place in (folder, *(Path(f"{self._path}{end}") for end in ("", "-wal", "-shm", ".gate"))):
+        for place in (folder, *(Path(f"{self._path}{end}") for end in ("", "-wal", "-shm", ".gate", ".gate-line"))):
             try:
                 status = place.stat()
             except FileNotFoundError:

@@ -34,6 +34,7 @@ from . import (
     task_queue,
 )
 from .artifacts import Artifacts
+from .board import Board
 from .canonical import canonical, loads
 from .clock import Clock
 from .database import Connection, Database
@@ -66,6 +67,7 @@ from .records import (
     StartedEffect,
     StartRefused,
     TaskRow,
+    Turn,
 )
 from .states import LEAVES_NO_TRACE
 from .wakeups import WakeFolder
@@ -81,6 +83,8 @@ BATCH_BYTES = 8 * 1024 * 1024
 REINDEX_ENTRIES = 16
 """Entries of at most 1 MiB each that a reindex holds at a time."""
 COLLECT_ENTRIES = 256
+LONE_SECONDS = 0.02
+"""How long a run that was alone is believed to be so by those who look ahead: nobody waits longer for a turn."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,6 +119,8 @@ class Store:
         )
         self.path = self.database.path
         self.wakes = WakeFolder(self.path)
+        self._board = Board(self.database.gate.line, clock)
+        self._turn: tuple[Turn | None, float] = (None, 0.0)
         self.artifacts = Artifacts(self.database, clock)
         try:
             if self.artifacts.blobs.needs_care():
@@ -373,7 +379,7 @@ class Store:
         They are called before the sync: whatever they start is on the disk only together with this commit.
         """
         sleepers: list[str] = []
-        with self.database.write() as tx:
+        with self.database.write(urgent=True) as tx:
             stopped = commits.commit_batch(
                 tx, run, batch, driver=driver, epoch=epoch, revision=revision, now=self.clock.now()
             )
@@ -470,9 +476,33 @@ class Store:
         with self.database.read() as tx:
             return protocols.call(tx, effect_id)
 
-    def peek(self, only_run: str | None, *, skip: int) -> Candidate | None:
-        """What a claim would probably take, after `skip` others; takes no lock and promises nothing."""
-        return self.database.guess(lambda tx: task_queue.peek(tx, only_run, skip=skip))
+    def peek(self, only_run: str | None) -> Candidate | None:
+        """What a claim would probably take, besides what others prepare for; takes no lock and promises nothing.
+
+        The others are told, so that they prepare for something else.
+        """
+        turn, taken = self._lone_turn(only_run), self._board.others()
+        candidate = None
+        if turn is not None:
+            lone = turn
+            candidate = self.database.guess(lambda tx: task_queue.peek(tx, lone, besides=taken))
+        if candidate is None:
+            turn = self.database.guess(lambda tx: task_queue.next_run(tx, only_run))
+            self._turn = (turn, self.clock.monotonic())
+            if turn is None:
+                return None
+            its = turn
+            candidate = self.database.guess(lambda tx: task_queue.peek(tx, its, besides=taken))
+        if candidate is not None:
+            self._board.announce(candidate.attempt_id)
+        return candidate
+
+    def _lone_turn(self, only_run: str | None) -> Turn | None:
+        """The run that had no other beside it a moment ago: looking again costs more than all the rest of a look."""
+        turn, since = self._turn
+        if turn is None or turn.others or only_run not in (None, turn.run_id):
+            return None
+        return turn if self.clock.monotonic() - since < LONE_SECONDS else None
 
     def finish(
         self,
@@ -565,8 +595,16 @@ class Store:
     ) -> Claim | None:
         """Claim; the event goes to `events` if it is one of `run_id`, else it is written at once."""
         claimed: list[tuple[str, Event]] = []
+        besides = self._board.others() if exactly is None else ()
         following = task_queue.claim(
-            tx, holder, only_run=only_run, lease_ms=lease_ms, now=now, events=claimed, exactly=exactly
+            tx,
+            holder,
+            only_run=only_run,
+            lease_ms=lease_ms,
+            now=now,
+            events=claimed,
+            exactly=exactly,
+            besides=besides,
         )
         for claimed_run, event in claimed:
             self._record(tx, claimed_run, run_id, [event], events, holder, now)

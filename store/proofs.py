@@ -9,7 +9,7 @@ import json
 from collections.abc import Iterator
 from typing import Any
 
-from . import protocols, runs, seals
+from . import audit, protocols, runs, seals
 from .answers import MAX_UNITS
 from .canonical import canonical, effect_id, hex_digest, text_digest
 from .database import Connection, all_rows
@@ -132,9 +132,9 @@ def trail_problems(tx: Connection, run: Run) -> list[str]:
     expected = 0
     trace: str | None = None
     rows = tx.execute(
-        "SELECT sequence, event_type, task_id, trace_id, payload_json, created_at FROM audit_events "
-        "WHERE run_id = ? ORDER BY sequence",
-        (run.run_id,),
+        "SELECT sequence, event_type, task_id, trace_id, payload_json, created_at FROM audit_events "  # noqa: S608
+        f"WHERE {audit.OF_RUN} ORDER BY event_no",
+        (run.run_id, 0),
     )
     for expected, (sequence, kind, task_id, trace_id, text, at) in enumerate(rows, 1):
         if sequence != expected:

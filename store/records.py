@@ -163,6 +163,15 @@ class ApprovalAsk:
 
 
 @record
+class Turn:
+    """The run that is served next, and whether other runs wait for their turn."""
+
+    run_id: str
+    trace_id: str
+    others: bool
+
+
+@record
 class Candidate:
     """A ready attempt that nobody has claimed yet, seen without any lock: a worker may prepare for it, and lose it."""
 

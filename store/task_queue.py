@@ -6,7 +6,7 @@ row says who wins. A write through a fence that no longer holds raises `LeaseLos
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 
 from . import audit, effects, protocols, standing
 from .canonical import canonical
@@ -24,6 +24,7 @@ from .records import (
     FinishedAttempt,
     LiveAttempt,
     NewAttempt,
+    Turn,
 )
 from .states import may_repeat
 
@@ -40,10 +41,8 @@ _CLAIM = (
     "lease_expires_at = ?, claimed_at = ? WHERE attempt_id = {} "
     "RETURNING attempt_id, task_no, task_id, number, timeout_ms, input_json, delivery, enqueued_at"
 )
-_CLAIM_FIRST = _CLAIM.format(
-    "(SELECT attempt_id FROM attempts WHERE queue = 'ready' AND run_id = ? ORDER BY task_no LIMIT 1)"
-)
-_CLAIM_ONE = _CLAIM.format("? AND queue = 'ready' AND delivery = 0")
+_CLAIM_FIRST = _CLAIM.format("? AND queue = 'ready'")
+_CLAIM_FRESH = _CLAIM.format("? AND queue = 'ready' AND delivery = 0")
 _NEXT_RUN = _CLAIMABLE_RUN + "ORDER BY t.priority DESC, t.turn LIMIT 1"
 _ONE_RUN = _CLAIMABLE_RUN + "AND t.run_id = ?"
 
@@ -64,24 +63,42 @@ def has_ready(tx: Connection, only_run: str | None) -> bool:
     return tx.execute(_ONE_RUN, (only_run,)).fetchone() is not None
 
 
-def peek(tx: Connection, only_run: str | None, *, skip: int) -> Candidate | None:
-    """What a claim would take, after `skip` others; takes no lock. Only attempts that were never delivered before.
-
-    The two looks may see different moments: what they find is a guess that the claim examines.
-    """
+def next_run(tx: Connection, only_run: str | None) -> Turn | None:
+    """Whose turn it is: the run that a claim would serve; takes no lock."""
     row = (tx.execute(_NEXT_RUN) if only_run is None else tx.execute(_ONE_RUN, (only_run,))).fetchone()
+    return None if row is None else Turn(row[0], row[1], bool(row[2]))
+
+
+def peek(tx: Connection, turn: Turn, *, besides: Collection[int]) -> Candidate | None:
+    """What a claim would take of this run, but for the attempts `besides`; takes no lock. None for a second delivery.
+
+    The looks may see different moments: what they find is a guess that the claim examines.
+    """
+    attempt_id = _first_ready(tx, turn.run_id, besides)
+    if attempt_id is None or attempt_id in besides:
+        return None
+    row = tx.execute(
+        "SELECT task_id, number, timeout_ms, input_json FROM attempts "
+        "WHERE attempt_id = ? AND queue = 'ready' AND delivery = 0",
+        (attempt_id,),
+    ).fetchone()
     if row is None:
         return None
-    run_id, trace_id, others = row
-    found = tx.execute(
-        "SELECT attempt_id, task_id, number, timeout_ms, input_json, delivery FROM attempts "
-        "WHERE queue = 'ready' AND run_id = ? ORDER BY task_no LIMIT 1 OFFSET ?",
-        (run_id, skip),
-    ).fetchone()
-    if found is None or found[5] > 0:
+    task_id, number, timeout_ms, input_json = row
+    return Candidate(attempt_id, turn.run_id, task_id, number, timeout_ms, input_json, turn.trace_id, turn.others)
+
+
+def _first_ready(tx: Connection, run_id: str, besides: Collection[int]) -> int | None:
+    """The first ready attempt of a run in compiled order that is none of `besides`, or else the very first."""
+    ready: list[tuple[int]] = all_rows(
+        tx.execute(
+            "SELECT attempt_id FROM attempts WHERE queue = 'ready' AND run_id = ? ORDER BY task_no LIMIT ?",
+            (run_id, len(besides) + 1),
+        )
+    )
+    if not ready:
         return None
-    attempt_id, task_id, number, timeout_ms, input_json, _ = found
-    return Candidate(attempt_id, run_id, task_id, number, timeout_ms, input_json, trace_id, bool(others))
+    return next((found for (found,) in ready if found not in besides), ready[0][0])
 
 
 def claim(
@@ -93,11 +110,13 @@ def claim(
     now: int,
     events: list[tuple[str, Event]],
     exactly: Candidate | None = None,
+    besides: Collection[int] = (),
 ) -> Claim | None:
     """Take the next ready attempt: the run whose turn it is, then its first attempt in compiled order.
 
-    With `exactly`, take that attempt or, if somebody else was faster, none. The new lease and the fence are in the row;
-    the audit event is added to `events` for the caller's transaction.
+    What others prepare for (`besides`) is left to them while there is anything else. With `exactly`, take that attempt
+    or, if somebody else was faster, none. The new lease and the fence are in the row; the audit event is added to
+    `events` for the caller's transaction.
     """
     expires = now + lease_ms
     if exactly is None:
@@ -105,14 +124,14 @@ def claim(
         if row is None:
             return None
         run_id, trace_id, others = row
-        found = tx.execute(
-            _CLAIM_FIRST,
-            (holder, expires, now, run_id),
-        ).fetchone()
+        first = _first_ready(tx, run_id, besides)
+        if first is None:
+            return None
+        found = tx.execute(_CLAIM_FIRST, (holder, expires, now, first)).fetchone()
     else:
         # That the run may be served was seen a moment ago; the start of the effect looks again.
         run_id, trace_id, others = exactly.run_id, exactly.trace_id, exactly.others
-        found = tx.execute(_CLAIM_ONE, (holder, expires, now, exactly.attempt_id)).fetchone()
+        found = tx.execute(_CLAIM_FRESH, (holder, expires, now, exactly.attempt_id)).fetchone()
     if found is None:
         return None
     attempt_id, task_no, task_id, number, timeout_ms, input_json, delivery, enqueued_at = found

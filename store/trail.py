@@ -15,6 +15,7 @@ import zlib
 from dataclasses import dataclass, field
 from typing import Any
 
+from . import audit
 from .database import Connection, Database
 from .errors import UsageError
 from .views import event_rows
@@ -134,11 +135,13 @@ def _read_before(tx: Connection, cursor: Cursor | None, number: int, run_id: str
     if number > cursor.watermark:
         return 0
     last = tx.execute(
-        "SELECT created_at FROM audit_events WHERE run_id = ? AND sequence = ?", (run_id, head)
+        f"SELECT created_at FROM audit_events WHERE {audit.OF_RUN} LIMIT 1",  # noqa: S608
+        (run_id, head - 1),
     ).fetchone()
     if last is None or last[0] <= cursor.at:
         return head
     row = tx.execute(
-        "SELECT COALESCE(MAX(sequence), 0) FROM audit_events WHERE run_id = ? AND created_at <= ?", (run_id, cursor.at)
+        f"SELECT COALESCE(MAX(sequence), 0) FROM audit_events WHERE {audit.OF_RUN} AND created_at <= ?3",  # noqa: S608
+        (run_id, 0, cursor.at),
     ).fetchone()
     return int(row[0]) if row else 0

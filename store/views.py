@@ -1018,8 +1018,8 @@ def event_rows(tx: Connection, run_id: str, *, after: int, limit: int) -> list[d
     """Audit events of a run with a sequence above `after`, oldest first. Raises `IncompatibleVersion`."""
     found = []
     for sequence, version, event_type, task_id, actor, trace_id, payload, created_at in tx.execute(
-        "SELECT sequence, event_version, event_type, task_id, actor, trace_id, payload_json, created_at "
-        "FROM audit_events WHERE run_id = ? AND sequence > ? ORDER BY sequence LIMIT ?",
+        "SELECT sequence, event_version, event_type, task_id, actor, trace_id, payload_json, created_at "  # noqa: S608
+        f"FROM audit_events WHERE {audit.OF_RUN} ORDER BY event_no LIMIT ?3",
         (run_id, after, limit),
     ):
         _check_version(f"audit event {sequence}", version, AUDIT_EVENT_VERSION, run_id)

@@ -103,15 +103,18 @@ def work_of(
     action: Mapping[str, Any],
     given: dict[str, Any],
     timeout_seconds: float,
+    **more: Any,
 ) -> Work:
-    """What every action of a run gets, whether a task uses it or a model calls it: all that the run has recorded."""
+    """What every action of a run gets, whether a task uses it or a model calls it: all that the run has recorded.
+
+    `more` is what only one of the two has: other fields of `Work`.
+    """
     return Work(
         task_id=task_id,
         action_name=name,
         kind=action["kind"],
         action=action,
         input=given,
-        memory={},
         timeout_seconds=timeout_seconds,
         base_path=settings.base_path,
         policy=settings.policy,
@@ -119,6 +122,7 @@ def work_of(
         workspace=settings.workspace,
         long_term=settings.long_term,
         force_effect=settings.force_effect,
+        **{"memory": {}, **more},
     )
 
 
@@ -241,10 +245,17 @@ class AttemptRunner:
         if settings.check and content["action"] in settings.secretive:
             action, policy = run_secrets.without_secrets(action, settings.policy, settings.workspace)
             settings = replace(settings, policy=policy)
-        work = work_of(
-            settings, attempt.task_id, content["action"], action, content["input"], attempt.timeout_ms / 1000
+        return work_of(
+            settings,
+            attempt.task_id,
+            content["action"],
+            action,
+            content["input"],
+            attempt.timeout_ms / 1000,
+            memory=content.get("memory", {}),
+            recorded=recorded,
+            foreseen=content.get("foreseen"),
         )
-        return replace(work, memory=content.get("memory", {}), recorded=recorded, foreseen=content.get("foreseen"))
 
     def settings(self, run_id: str) -> RunSettings:
         """What the run has recorded for its workers."""

@@ -51,8 +51,8 @@ log = logging.getLogger(__name__)
 IDLE_LOOK_SECONDS = 1.0
 """How often an idle worker looks by itself: the net under lost wake-ups."""
 
-MAX_REACH = 32
-"""How far back in the queue a worker looks at most for a candidate that nobody else prepares for."""
+LINGER_SECONDS = 0.003
+"""How long a worker that has found nothing waits before it says that it is idle: a driver's next batch comes sooner."""
 
 EXIT_DRAINED = 0
 EXIT_FORCED = 3
@@ -144,6 +144,7 @@ class Worker:
         self._parent = parent_sentinel
         self._signals = 0
         self._fresh = True
+        self._lingered = False
         self._self_pipe = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
         if config.parent_process_id is not None and os.getsid(0) != os.getpid():
             os.setsid()
@@ -179,7 +180,6 @@ class Worker:
         )
         self._ids: IdSource = SystemIds(clock)
         self._ahead: Prepared | None = None
-        self._reach = 1
         # Claim and start in one transaction leave no moment between them; who wants to stop there gets two.
         self._looks_ahead = not faults.waits_at("after_claim", "before_effect_start")
         self._next_beat = clock.monotonic() + self._timing.heartbeat
@@ -274,17 +274,13 @@ class Worker:
         return self._renewal is not None
 
     def _claim(self, idle: bool) -> Following | None:
-        """Claim something. An idle worker looks first, without the gate, and prepares for what it sees."""
+        """Claim something, after a look without the gate: there has to be something, and it is prepared for."""
         self._ahead = None
-        if idle and not self._looks_ahead:
-            if not self._store.has_ready(self._config.only_run):
-                return None
-        elif idle:
-            candidate = self._store.peek(self._config.only_run, skip=0)
-            if candidate is not None:
-                self._ahead = self._runner.prepare(candidate)
-            elif not self._store.has_ready(self._config.only_run):
-                return None
+        candidate = self._store.peek(self._config.only_run) if self._looks_ahead else None
+        if candidate is not None:
+            self._ahead = self._runner.prepare(candidate)
+        elif not self._store.has_ready(self._config.only_run):
+            return None
         following = self._store.claim(
             self._config.process_id,
             only_run=self._config.only_run,
@@ -294,6 +290,7 @@ class Worker:
         )
         if following is not None:
             self._fresh = False
+            self._lingered = False
         return following
 
     def _prepared(self) -> tuple[Candidate, EffectRequest] | None:
@@ -356,21 +353,13 @@ class Worker:
             lease_ms=self._timing.lease_ms,
             ahead=self._prepared(),
         )
-        if self._ahead is not None:
-            lost = following is not None and following.answer is None
-            self._reach = min(MAX_REACH, self._reach * 2) if lost else max(1, self._reach - 1)
         if driver is not None:
             self._store.wakes.wake(driver)
         return following
 
     def _look_ahead(self) -> None:
-        """Prepare for an attempt that will probably be the next, so that finish, claim and start are one transaction.
-
-        Workers that see the same queue would all prepare for its head, and all but one in vain: who has lost a
-        candidate looks at a random place further back next time, who has got one comes nearer again.
-        """
-        skip = int(self._ids.uniform() * self._reach) if self._reach > 1 else 0
-        candidate = self._store.peek(self._config.only_run, skip=skip)
+        """Prepare for what will probably be the next attempt, so that finish, claim and start are one transaction."""
+        candidate = self._store.peek(self._config.only_run)
         self._ahead = None if candidate is None else self._runner.prepare(candidate)
 
     def _give_back(self, following: Following) -> None:
@@ -386,7 +375,15 @@ class Worker:
     # -- being idle ------------------------------------------------------------------------------------------------
 
     def _sleep(self, idle: bool) -> bool:
-        """Say that we are idle, look once more, and sleep until called. Returns True: idle from now on."""
+        """Sleep until called: for an instant first, then, idle from now on, for longer. Returns whether we are idle.
+
+        Between the last task of one batch and the first of the next lies only an instant, and to be idle takes two
+        transactions: one that says so, so that somebody calls, and one that takes it back.
+        """
+        if not idle and not self._lingered:
+            self._lingered = True
+            self._rest(LINGER_SECONDS)
+            return False
         if not idle:
             log_lines.unbind()
             self._watch.park()
@@ -394,20 +391,23 @@ class Worker:
             self._store.set_process_state(self._config.process_id, "idle", durable=True)
             if self._store.has_ready(self._config.only_run):
                 return True
-        watched: list[int | socket.socket] = [self._listener, self._self_pipe[0]]
-        if self._parent is not None:
-            watched.append(self._parent)
         now = self._clock.monotonic()
         if now >= self._next_beat:
             self._beat()
-        timeout = max(0.0, min(IDLE_LOOK_SECONDS, self._next_beat - now))
+        self._rest(max(0.0, min(IDLE_LOOK_SECONDS, self._next_beat - now)))
+        return True
+
+    def _rest(self, timeout: float) -> None:
+        """Sleep until a call, a signal or the end of the supervisor, at most `timeout` seconds."""
+        watched: list[int | socket.socket] = [self._listener, self._self_pipe[0]]
+        if self._parent is not None:
+            watched.append(self._parent)
         readable, _, _ = select.select(watched, [], [], timeout)
         if self._listener in readable:
             wakeups.drain(self._listener)
         if self._parent is not None and self._parent in readable:
             log.warning("the supervisor is gone; draining")
             self._watch.drain = True
-        return True
 
     def _beat(self) -> None:
         _, drain = self._store.renew(

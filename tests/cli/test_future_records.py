@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import sqlite3
-from contextlib import closing
 from typing import Any
 
 import pytest
+from support import tampering
 
 RECORDS = {
     "effects": ("UPDATE effects SET format_version = 99", "an effect"),
@@ -17,11 +16,8 @@ RECORDS = {
 
 
 def _change(cli: Any, *statements: str) -> None:
-    with closing(sqlite3.connect(cli.database, timeout=60)) as connection, connection:
-        for (name,) in connection.execute("SELECT name FROM sqlite_master WHERE type = 'trigger'").fetchall():
-            connection.execute(f"DROP TRIGGER {name}")
-        for sql in statements:
-            assert connection.execute(sql).rowcount > 0
+    for sql in statements:
+        tampering.change(cli.database, sql)
 
 
 @pytest.mark.parametrize("what", RECORDS)

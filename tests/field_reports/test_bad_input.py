@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from support import tampering
 from support.children import wait_until
 from support.field import Field, bound
 
@@ -294,13 +295,7 @@ READERS = {
 
 def _future(field: Field, kind: str) -> None:
     """Make all records of a kind those of a newer version, past the triggers that keep history as it is."""
-    with closing(sqlite3.connect(field.database, timeout=30)) as connection, connection:
-        triggers = connection.execute("SELECT name, sql FROM sqlite_master WHERE type = 'trigger'").fetchall()
-        for name, _ in triggers:
-            connection.execute(f"DROP TRIGGER {name}")
-        assert connection.execute(FUTURES[kind]).rowcount > 0
-        for _, sql in triggers:
-            connection.execute(sql)
+    tampering.change(field.database, FUTURES[kind])
 
 
 def _content(field: Field) -> list[str]:

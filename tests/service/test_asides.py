@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import sqlite3
-from contextlib import closing
-
 import pytest
+from support import tampering
 from support.children import wait_until
 from support.field import Field
 
@@ -21,10 +19,7 @@ def test_why_nobody_drives_a_run(field: Field, kind: str) -> None:
     sql, word = STRANGE[kind]
     file = field.workflow("strange", [field.tick_task("t", idempotent=True)])
     run_id = field.submit(file)
-    with closing(sqlite3.connect(field.database, timeout=30)) as connection, connection:
-        for (name,) in connection.execute("SELECT name FROM sqlite_master WHERE type = 'trigger'").fetchall():
-            connection.execute(f"DROP TRIGGER {name}")
-        connection.execute(sql, (run_id,))
+    tampering.change(field.database, sql, run_id)
     pool = field.pool(1)
     wait_until(lambda: f"{run_id} cannot be driven and is set aside" in pool.err, "a line in the log")
     other = field.submit(file)

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from agentctl.store.engine import Store
+from agentctl.store.board import FRESH_MS, Board
+from agentctl.store.engine import LONE_SECONDS, Store
 from agentctl.store.errors import LeaseLost
 from agentctl.store.records import (
     AttemptEnd,
@@ -42,9 +44,9 @@ def started_run(store: Store, run_id: str = "run-1", tasks: int = 3, **changes: 
     return driver
 
 
-def prepared(store: Store, *, skip: int = 0, effect_class: str = "external_mutate") -> tuple[Candidate, EffectRequest]:
+def prepared(store: Store, *, effect_class: str = "external_mutate") -> tuple[Candidate, EffectRequest]:
     """What a worker does before it finishes: look for a candidate and make its request."""
-    candidate = store.peek(None, skip=skip)
+    candidate = store.peek(None)
     assert candidate is not None
     fence = Fence(candidate.attempt_id, 1, "somebody")
     claim = Claim(fence, candidate.run_id, candidate.task_id, candidate.number, 1, "{}", "trace", 0, 0)
@@ -93,7 +95,7 @@ def test_a_candidate_that_was_delivered_before_is_left_to_the_ordinary_way(store
     ahead = prepared(store)
     other = Hand(store, "worker-2").take()
     store.release(other, effect=None, reason="drain")
-    assert store.peek(None, skip=0) is None
+    assert store.peek(None) is None
     following = finish(store, first, ahead)
     assert following is not None
     assert following.claim.fence == Fence(other.fence.attempt_id, 2, first.fence.holder)
@@ -150,10 +152,74 @@ def test_a_budget_that_is_used_up_refuses_the_start_but_not_the_finish(store: St
     assert scalar(store, "SELECT state FROM attempts WHERE attempt_id = ?", first.fence.attempt_id) == "finished"
 
 
-def test_candidates_lie_in_compiled_order(store: Store) -> None:
+def board_of(store: Store, slot: int) -> Board:
+    """The board as another process sees it; `slot` is no other's in this test, since they count from this one's pid."""
+    return Board(store.database.gate.line, store.clock, os.getpid() + slot)
+
+
+def test_candidates_lie_in_compiled_order_and_are_those_of_one_worker_each(store: Store) -> None:
     driver: Driver = started_run(store, tasks=3)
-    seen = [candidate.task_id for skip in range(3) if (candidate := store.peek(None, skip=skip)) is not None]
+    seen: list[str] = []
+    for slot in (1, 2, 3):
+        candidate = store.peek(None)
+        assert candidate is not None
+        seen.append(candidate.task_id)
+        board_of(store, slot).announce(candidate.attempt_id)
     assert seen == ["t0", "t1", "t2"]
-    assert store.peek(None, skip=3) is None
-    assert store.peek("run-unknown", skip=0) is None
+    assert store.peek(None) is None
+    assert store.has_ready(None), "others prepare for them, but nobody has claimed them"
+    assert store.peek("run-unknown") is None
     assert driver.run.run_id == "run-1"
+
+
+def test_what_was_announced_long_ago_is_anybodys(store: Store, clock: ManualClock) -> None:
+    started_run(store, tasks=1)
+    candidate = store.peek(None)
+    assert candidate is not None
+    board_of(store, 1).announce(candidate.attempt_id)
+    assert store.peek(None) is None
+    clock.advance(FRESH_MS / 1000 + 0.001)
+    assert store.peek(None) == candidate
+
+
+def test_a_claim_leaves_what_others_prepare_for_to_them(store: Store) -> None:
+    started_run(store, tasks=3)
+    candidate = store.peek(None)
+    assert candidate is not None
+    board_of(store, 1).announce(candidate.attempt_id)
+    assert [Hand(store).take().task_id for _ in range(3)] == ["t1", "t2", "t0"], "the last one all the same"
+
+
+@pytest.mark.parametrize("content", [b"", b"short", b"\xff" * 64 * 16, b"\x7f" * 5000])
+def test_a_board_that_somebody_has_scribbled_on_stops_nobody(store: Store, content: bytes) -> None:
+    started_run(store, tasks=2)
+    line = store.database.gate.line
+    os.ftruncate(line, 0)
+    os.pwrite(line, content, 0)
+    candidate = store.peek(None)
+    assert candidate is not None
+    assert candidate.task_id == "t0"
+    assert Hand(store).take().task_id == "t0"
+
+
+def test_a_run_that_was_alone_is_looked_up_again_soon(store: Store, clock: ManualClock) -> None:
+    """Who looks ahead believes for an instant that the run is still alone; a run of higher priority waits no longer."""
+    started_run(store, tasks=2)
+    assert seen_run(store) == "run-1"
+    started_run(store, "run-2", priority=5)
+    assert seen_run(store) == "run-1"
+    clock.advance(2 * LONE_SECONDS)
+    assert seen_run(store) == "run-2"
+
+
+def test_a_lone_run_without_work_hides_no_other(store: Store) -> None:
+    started_run(store, tasks=1)
+    assert seen_run(store) == "run-1"
+    Hand(store).take()
+    started_run(store, "run-2")
+    assert seen_run(store) == "run-2"
+
+
+def seen_run(store: Store) -> str | None:
+    candidate = store.peek(None)
+    return None if candidate is None else candidate.run_id

@@ -157,7 +157,7 @@ def test_a_sound_store(half_done: Store) -> None:
             "is succeeded, the audit trail",
         ),
         (
-            "DROP TRIGGER audit_events_no_update; UPDATE audit_events SET sequence = sequence + 1 "
+            "DROP TRIGGER audit_events_no_update; UPDATE audit_events SET event_no = event_no + 1 "
             "WHERE run_id = 'run-0' AND sequence = (SELECT MAX(sequence) FROM audit_events WHERE run_id = 'run-0')",
             "gap before event",
         ),

@@ -147,12 +147,16 @@ def test_a_stranger_that_locks_the_file_costs_time_only(store: Store, children: 
     assert scalar(store, "SELECT COUNT(*) FROM runs") == 3
 
 
-def test_a_stopped_holder_of_ours_is_ended_and_the_others_go_on(store: Store, children: Children) -> None:
+AT_THE_GATE = [store_children.stop_inside, store_children.stop_in_line]
+
+
+@pytest.mark.parametrize("stop", AT_THE_GATE)
+def test_a_stopped_holder_of_ours_is_ended_and_the_others_go_on(store: Store, children: Children, stop: Any) -> None:
     waiter, there = SPAWN.Pipe()
     children.spawn(store_children.write_once, store.path, "waiter", STUCK, there)
     assert hear(waiter)[0] == "ready"
     stopped, there = SPAWN.Pipe()
-    victim = children.spawn(store_children.stop_inside, store.path, "stopped", True, there)
+    victim = children.spawn(stop, store.path, "stopped", True, there)
     assert hear(stopped)[0] == "inside"
     waiter.send("write")
     word = hear(waiter, seconds=STUCK + 10)
@@ -168,12 +172,13 @@ def test_a_stopped_holder_of_ours_is_ended_and_the_others_go_on(store: Store, ch
     assert scalar(store, "SELECT COUNT(*) FROM runs") == 1
 
 
-def test_a_stopped_stranger_at_the_gate_is_named_and_left_alone(store: Store, children: Children) -> None:
+@pytest.mark.parametrize("stop", AT_THE_GATE)
+def test_a_stopped_stranger_at_the_gate_is_named_and_left_alone(store: Store, children: Children, stop: Any) -> None:
     waiter, there = SPAWN.Pipe()
     waiting = children.spawn(store_children.write_once, store.path, "waiter", STUCK, there)
     assert hear(waiter)[0] == "ready"
     stopped, there = SPAWN.Pipe()
-    stranger = children.spawn(store_children.stop_inside, store.path, "stranger", False, there)
+    stranger = children.spawn(stop, store.path, "stranger", False, there)
     assert hear(stopped)[0] == "inside"
     waiter.send("write")
     kind, message = hear(waiter, seconds=STUCK + 10)
@@ -187,6 +192,25 @@ def test_a_stopped_stranger_at_the_gate_is_named_and_left_alone(store: Store, ch
     assert hear(stopped)[0] == "on again"
     assert hear(waiter)[0] == "done"
     assert children.join() == [0, 0]
+
+
+def test_who_is_urgent_passes_the_line(store: Store) -> None:
+    """A driver, without whose commit all that stand in the line would soon have nothing to do."""
+    with open(f"{store.path}.gate-line", "rb") as line:
+        fcntl.flock(line, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        with store.database.write(urgent=True) as tx:
+            tx.execute("INSERT INTO meta VALUES ('k', 'v')")
+    with store.database.write() as tx:
+        assert tx.execute("SELECT value FROM meta WHERE key = 'k'").fetchone() == ("v",)
+
+
+def test_the_line_and_the_gate_are_free_after_a_write(store: Store) -> None:
+    for urgent in (False, True):
+        with store.database.write(urgent=urgent):
+            pass
+        for name in ("gate", "gate-line"):
+            with open(f"{store.path}.{name}", "rb") as lock:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
 
 
 def test_readers_are_not_blocked_by_a_writer(store: Store, children: Children) -> None:

@@ -10,6 +10,7 @@ from agentctl.store import migrate
 from agentctl.store.clock import SystemClock
 from agentctl.store.engine import Store
 from agentctl.store.errors import CorruptStore
+from agentctl.store.views import Views
 from support.builders import Driver, Hand, effect_request, new_run
 from support.rows import attempt, rows, scalar, task_state
 
@@ -98,6 +99,31 @@ def test_a_row_that_refers_to_nothing_stops_the_migration(old: Path) -> None:
     connection = apsw.Connection(str(old))
     assert connection.execute("PRAGMA user_version").fetchall() == [(1,)]
     connection.close()
+
+
+def test_the_audit_trail_keeps_its_numbers(old: Path) -> None:
+    """Migration 13: each run has its own range of a common table, and every event is where it was."""
+    connection = apsw.Connection(str(old))
+    second = SCHEMA_1.split(";")[0].replace("'run-1'", "'run-2'").replace("'/', 1, 3", "'/', 4, 1")
+    connection.execute(second)
+    event = "INSERT INTO audit_events VALUES (?, ?, 1, ?, NULL, 'me', 't', '{}', ?)"
+    told = [("run-1", 1, "a"), ("run-1", 2, "b"), ("run-2", 1, "c"), ("run-1", 3, "d")]
+    connection.executemany(event, [(run_id, number, kind, number * 10) for run_id, number, kind in told])
+    connection.execute("UPDATE runs SET audit_sequence = CASE run_id WHEN 'run-1' THEN 3 ELSE 1 END")
+    connection.close()
+    store = Store(old, SystemClock())
+    read = "SELECT run_id, sequence, event_type, created_at FROM audit_events ORDER BY run_id, sequence"
+    before = [(run_id, number, kind, number * 10) for run_id, number, kind in sorted(told)]
+    assert rows(store, read) == before
+    store.request_cancel("run-2", reason="x", actor="me")
+    assert rows(store, read)[:4] == before
+    assert [event["sequence"] for event in Views(store.database, store.clock).events("run-2", after=0, limit=9)][
+        :2
+    ] == [1, 2]
+    with store.database.write() as tx:
+        tx.execute("DELETE FROM runs WHERE run_id = 'run-1'")
+    assert {run_id for run_id, *_ in rows(store, read)} == {"run-2"}, "a run takes its own trail along, and no other"
+    store.close()
 
 
 def test_what_is_new_works_at_once(old: Path) -> None:

@@ -376,7 +376,7 @@ def test_a_statement_is_compiled_once_whatever_its_values(store: Store) -> None:
         if number == 5:  # by then every statement has been used
             assert compiled
             compiled.clear()
-        store.peek(None, skip=0)
+        store.peek(None)
         claim = hand.take()
         request = effect_request(claim)
         assert isinstance(hand.start(claim, request), StartedEffect)

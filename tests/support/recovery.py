@@ -10,6 +10,7 @@ from typing import Any
 
 from agentctl.store.audit import checksum
 
+from support import tampering
 from support.field import Field, Result
 
 
@@ -72,10 +73,7 @@ class Place(Field):
 
     def forge(self, statement: str, *values: Any) -> None:
         """Change rows as somebody with a tool of his own might: triggers are no hindrance."""
-        with contextlib.closing(sqlite3.connect(self.database)) as connection, connection:
-            for (name,) in connection.execute("SELECT name FROM sqlite_master WHERE type = 'trigger'").fetchall():
-                connection.execute(f"DROP TRIGGER {name}")
-            assert connection.execute(statement, values).rowcount > 0, statement
+        tampering.change(self.database, statement, *values)
 
     def forge_task(self, run_id: str, task_id: str, **columns: Any) -> None:
         """Change some columns of one task."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import logging
 import os
 import signal
@@ -122,6 +123,19 @@ def stop_inside(path: Path, name: str, registered: bool, line: Connection) -> No
         tx.execute("INSERT INTO meta VALUES ('written by', ?)", (name,))
         line.send(("inside", os.getpid()))
         os.kill(os.getpid(), signal.SIGSTOP)
+    line.send(("on again", os.getpid()))
+    store.close()
+
+
+def stop_in_line(path: Path, name: str, registered: bool, line: Connection) -> None:
+    """Be next in line at the gate, and be stopped there."""
+    store = Store(path, SystemClock())
+    if registered:
+        store.register(process_row(name))
+    fcntl.flock(store.database.gate.line, fcntl.LOCK_EX)
+    line.send(("inside", os.getpid()))
+    os.kill(os.getpid(), signal.SIGSTOP)
+    fcntl.flock(store.database.gate.line, fcntl.LOCK_UN)
     line.send(("on again", os.getpid()))
     store.close()
 

@@ -86,7 +86,7 @@ def secretive(folder: Path, place: str) -> Case:
 def test_no_command_is_started_for_an_attempt_that_nobody_holds(store: Store, tmp_path: Path, place: str) -> None:
     action, given, policy = secretive(tmp_path, place)
     runner = ready(store, tmp_path, action, given, **policy)
-    candidate = store.peek(None, skip=0)
+    candidate = store.peek(None)
     assert candidate is not None
     assert runner.prepare(candidate) is None
     assert not (tmp_path / "asked").exists()
@@ -124,6 +124,6 @@ def test_what_takes_none_is_prepared_ahead(
     store: Store, tmp_path: Path, action: dict[str, Any], given: dict[str, Any]
 ) -> None:
     runner = ready(store, tmp_path, action, given)
-    candidate = store.peek(None, skip=0)
+    candidate = store.peek(None)
     assert candidate is not None
     assert runner.prepare(candidate) is not None
