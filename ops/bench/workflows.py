@@ -10,7 +10,7 @@ from typing import Any
 Document = dict[str, Any]
 
 LARGEST_FAN_OUT = 100_000
-PLACES = 64  # more than there are workers, so that none of them waits for a place
+PLACES = 256  # many more than there are workers: what huey is given is not bounded at all
 
 # The first delivery stays busy until it is killed; every later one ends at once. $0 is the ledger.
 LEDGER_SCRIPT = """
