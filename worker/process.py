@@ -180,8 +180,8 @@ class Worker:
         )
         self._ids: IdSource = SystemIds(clock)
         self._ahead: Prepared | None = None
-        # Claim and start in one transaction leave no moment between them; who wants to stop there gets two.
-        self._looks_ahead = not faults.waits_at("after_claim", "before_effect_start")
+        # Finish, claim and start in one transaction leave no moment between them; who wants to stop there gets two.
+        self._looks_ahead = not faults.waits_at("after_finish", "after_claim", "before_effect_start")
         self._next_beat = clock.monotonic() + self._timing.heartbeat
         self._began = clock.monotonic()
         self._limits = config.limits.drawn(self._ids.uniform())
