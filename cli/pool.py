@@ -1,11 +1,10 @@
-"""Where the rooms meet: foreground runs, pools of workers, the coordinator process, cancellation.
+"""Where the rooms meet: foreground runs, pools of workers, the coordinator process, the end of what was asked to stop.
 
 The coordinator's room does not know the worker's; this module hands the worker's entry to the supervisor.
 """
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import os
 import signal
@@ -24,12 +23,14 @@ from agentctl.store.engine import Store
 from agentctl.store.errors import EnvironmentFault
 from agentctl.store.faults import Faults
 from agentctl.store.gate import yield_gently
-from agentctl.store.process_identity import Liveness, ProcessIdentity
-from agentctl.store.records import ProcessRow, Run
+from agentctl.store.process_identity import ProcessIdentity
+from agentctl.store.records import Run
 from agentctl.store.recycling import NO_LIMITS, Limits
 from agentctl.store.service_manager import ServiceManager, Watchdog
 from agentctl.store.timing import Timing
 from agentctl.store.version import VERSION
+
+from .requests import coordinator_is_live, is_alive
 
 if TYPE_CHECKING:
     from agentctl.coordinator.supervisor import Supervisor
@@ -42,21 +43,9 @@ NO_WORKER_SECONDS = 2.0
 PRIVATE_DRAIN_SECONDS = 5.0
 FOLLOW_POLL_SECONDS = 0.1
 CHANGE_SECONDS = 0.1
-CANCEL_PATIENCE_SECONDS = 15.0
-PAUSE_PATIENCE_SECONDS = 1.0
 
 EXIT_DRAINED = 0
 EXIT_FORCED = 3
-
-
-def is_alive(row: ProcessRow) -> bool:
-    """Whether a process row stands for a process that is not provably dead."""
-    return process_identity.liveness(ProcessIdentity.from_text(row.identity)) is not Liveness.DEAD
-
-
-def coordinator_is_live(store: Store, heard_since: int = 0) -> bool:
-    """Whether a coordinator is there that adopts runs, and was heard since then (epoch ms)."""
-    return any(row.heartbeat_at >= heard_since and is_alive(row) for row in store.live_processes("coordinator"))
 
 
 def worker_is_live(store: Store, run_id: str | None = None) -> bool:
@@ -490,48 +479,6 @@ def stop_pool(path: Path, *, hard: bool) -> list[int]:
 # -- cancellation ------------------------------------------------------------------------------------------------------
 
 
-def cancel_run(path: Path, run_id: str, *, reason: str, actor: str) -> tuple[bool, str]:
-    """Cancel a run: set the durable flag, call everybody, and finish the job when nobody else is alive to do it.
-
-    Returns (requested, state). Raises `NotFoundError`.
-    """
-    clock = SystemClock()
-    store = Store(path, clock)
-    try:
-        requested, state = store.request_cancel(run_id, reason=reason, actor=actor)
-        if not requested:
-            return False, state
-        store.wake_everybody()
-        run = store.get_run(run_id)
-        if run.ended_at is None and not _somebody_drives(store, run, clock.now()):
-            with contextlib.suppress(KeyboardInterrupt):  # it is asked for; whoever comes next sees to it
-                _finish_request(store, clock, run_id, resume=True, patience=CANCEL_PATIENCE_SECONDS)
-        return True, store.get_run(run_id).state
-    finally:
-        store.close()
-
-
-def pause_run(path: Path, run_id: str, *, reason: str, actor: str) -> tuple[str, str | None]:
-    """Ask a run to pause, and see to it when nobody else is alive to do it. Returns (state, reason of the state).
-
-    Raises `NotFoundError`, `AlreadyTerminal`, and `ConflictError` for a run that is being cancelled.
-    """
-    clock = SystemClock()
-    store = Store(path, clock)
-    try:
-        state, why = store.request_pause(run_id, reason=reason, actor=actor)
-        if state == "running":
-            store.wake_driver(run_id)
-            if not _somebody_drives(store, store.get_run(run_id), clock.now()):
-                with contextlib.suppress(KeyboardInterrupt):
-                    _finish_request(store, clock, run_id, resume=False, patience=PAUSE_PATIENCE_SECONDS)
-            run = store.get_run(run_id)
-            state, why = run.state, run.reason
-        return state, why
-    finally:
-        store.close()
-
-
 def rescue_the_dead(path: Path) -> None:
     """Settle what provably dead workers held, so that their effects can be reconciled though nobody else is alive."""
     clock = SystemClock()
@@ -543,26 +490,14 @@ def rescue_the_dead(path: Path) -> None:
         store.close()
 
 
-def _somebody_drives(store: Store, run: Run, now: int) -> bool:
-    """Whether somebody is there to finish a cancellation. Who has been silent for lease and grace does not count."""
-    if run.state == "paused":
-        return False
-    timing = Timing.from_environment()
-    heard_since = now - int((timing.lease + timing.grace) * 1000)
-    if run.driver is not None:
-        row = store.get_process(run.driver)
-        if row is not None and row.stopped_at is None and row.heartbeat_at >= heard_since and is_alive(row):
-            return True
-    return coordinator_is_live(store, heard_since)
-
-
 def _asked_to_end() -> bool:
     """Whether a signal waits that this process holds back until it has told what it did."""
     return bool(signal.sigpending() & {signal.SIGINT, signal.SIGTERM})
 
 
-def _finish_request(store: Store, clock: SystemClock, run_id: str, *, resume: bool, patience: float) -> None:
+def finish_request(store: Store, run_id: str, *, resume: bool, patience: float) -> None:
     """Drive a run that was asked to stop until it has, or for `patience` seconds. `resume`: a paused one, too."""
+    clock = store.clock
     ids = SystemIds(clock)
     process_id = ids.new_id("driver")
     store.register(process_row("run", process_id, "stop", VERSION, clock.now()))

@@ -346,7 +346,7 @@ def warn_undriven(settings: Settings, store: Store, run_id: str) -> list[dict[st
 
 def _warn_undriven(settings: Settings, store: Store, remedy: str = "`agentctl workers start`") -> list[dict[str, Any]]:
     """Tell when no coordinator lives: nobody will drive the run (contract table, row 35)."""
-    from .pool import coordinator_is_live
+    from .requests import coordinator_is_live
 
     if coordinator_is_live(store):
         return []
@@ -531,7 +531,8 @@ def foreground(
     """
     import signal
 
-    from .pool import cancel_run, run_in_foreground
+    from .pool import run_in_foreground
+    from .requests import cancel_run
 
     printer = Printer(settings)
     follower = None
@@ -561,7 +562,8 @@ def foreground(
         # The signal came before the foreground obeyed signals. A run that was only to be resumed stays as it was.
         if resume:
             raise
-        cancel_run(settings.database, run_id, reason="a signal ended the command", actor=ACTOR)
+        with closing(open_store(settings)) as fresh:  # the other one may have been interrupted at any place
+            cancel_run(fresh, run_id, reason="a signal ended the command", actor=ACTOR)
     finally:
         if follower is not None:
             follower.close()
@@ -707,22 +709,22 @@ def watch(context: click.Context, settings: Settings, run_name: str) -> None:
 @pass_settings
 def cancel(settings: Settings, run_name: str, reason: str, actor: str) -> None:
     """Cancel a run: no effect starts any more, and running commands are ended. A run that has ended is left alone."""
-    from .pool import cancel_run
+    from .requests import cancel_run
 
     with closing(open_store(settings)) as store:
         run_id = views_of(store).find_run(run_name)
-    with until_told():
-        requested, state = cancel_run(settings.database, run_id, reason=reason, actor=actor)
+        with until_told():
+            requested, state = cancel_run(store, run_id, reason=reason, actor=actor)
 
-        def human(out: Printer) -> None:
-            if not requested:
-                out.line(f"{run_id} has ended before: {out.state(state)}")
-            elif state == "cancelled":
-                out.line(f"{run_id} is cancelled")
-            else:
-                out.line(f"{run_id} is being cancelled; `agentctl wait {run_id}` waits for the end")
+            def human(out: Printer) -> None:
+                if not requested:
+                    out.line(f"{run_id} has ended before: {out.state(state)}")
+                elif state == "cancelled":
+                    out.line(f"{run_id} is cancelled")
+                else:
+                    out.line(f"{run_id} is being cancelled; `agentctl wait {run_id}` waits for the end")
 
-        Printer(settings).result("Cancellation", {"runId": run_id, "requested": requested, "state": state}, human)
+            Printer(settings).result("Cancellation", {"runId": run_id, "requested": requested, "state": state}, human)
 
 
 @click.command(cls=Verb)
@@ -735,20 +737,20 @@ def pause(settings: Settings, run_name: str, reason: str, actor: str) -> None:
 
     Exit 0; 4 for a run that has ended, 5 for one that is being cancelled.
     """
-    from .pool import pause_run
+    from .requests import pause_run
 
     with closing(open_store(settings)) as store:
         run_id = views_of(store).find_run(run_name)
-    with until_told():
-        state, why = pause_run(settings.database, run_id, reason=reason, actor=actor)
+        with until_told():
+            state, why = pause_run(store, run_id, reason=reason, actor=actor)
 
-        def human(out: Printer) -> None:
-            if state == "paused":
-                out.line(f"{run_id} is paused; `agentctl resume {run_id}` goes on")
-            else:
-                out.line(f"{run_id} pauses as soon as what runs has ended")
+            def human(out: Printer) -> None:
+                if state == "paused":
+                    out.line(f"{run_id} is paused; `agentctl resume {run_id}` goes on")
+                else:
+                    out.line(f"{run_id} pauses as soon as what runs has ended")
 
-        Printer(settings).result("Pause", {"runId": run_id, "state": state, "reason": why}, human)
+            Printer(settings).result("Pause", {"runId": run_id, "state": state, "reason": why}, human)
 
 
 def print_outcome(printer: Printer, store: Store, run_id: str) -> int:
