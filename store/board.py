@@ -40,10 +40,11 @@ class Board:
             text = os.pread(self._descriptor, SLOTS * _ENTRY.size, 0)
         except OSError:
             return set()
-        since = self._now() - FRESH_MS
+        now = self._now()
         numbers = struct.unpack_from(f"<{len(text) // _ENTRY.size * 2}q", text)
         own = self._slot * 2 + 1
-        return {numbers[i - 1] for i in range(1, len(numbers), 2) if numbers[i] > since and i != own}
+        # The clock begins anew with each boot, and the file outlives it: what was told later than now is old as well.
+        return {numbers[i - 1] for i in range(1, len(numbers), 2) if now - FRESH_MS < numbers[i] <= now and i != own}
 
     def _now(self) -> int:
         return int(self._clock.monotonic() * 1000)

@@ -58,6 +58,7 @@ from .records import (
     MemoryWrite,
     NewReconciliation,
     NewRun,
+    NextRun,
     ProcessRow,
     ProtocolNote,
     RecordedEffect,
@@ -67,7 +68,6 @@ from .records import (
     StartedEffect,
     StartRefused,
     TaskRow,
-    Turn,
 )
 from .states import LEAVES_NO_TRACE
 from .wakeups import WakeFolder
@@ -84,7 +84,7 @@ REINDEX_ENTRIES = 16
 """Entries of at most 1 MiB each that a reindex holds at a time."""
 COLLECT_ENTRIES = 256
 LONE_SECONDS = 0.02
-"""How long a run that was alone is believed to be so by those who look ahead: nobody waits longer for a turn."""
+"""How long a run that was alone is believed to be so by those who look ahead: no other run waits longer for that."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,7 +120,7 @@ class Store:
         self.path = self.database.path
         self.wakes = WakeFolder(self.path)
         self._board = Board(self.database.gate.line, clock)
-        self._turn: tuple[Turn | None, float] = (None, 0.0)
+        self._next_run: tuple[NextRun | None, float] = (None, 0.0)
         self.artifacts = Artifacts(self.database, clock)
         try:
             if self.artifacts.blobs.needs_care():
@@ -481,28 +481,25 @@ class Store:
 
         The others are told, so that they prepare for something else.
         """
-        turn, taken = self._lone_turn(only_run), self._board.others()
-        candidate = None
-        if turn is not None:
-            lone = turn
-            candidate = self.database.guess(lambda tx: task_queue.peek(tx, lone, besides=taken))
+        taken = self._board.others()
+        candidate = self._peek(self._lone_run(only_run), taken)
         if candidate is None:
-            turn = self.database.guess(lambda tx: task_queue.next_run(tx, only_run))
-            self._turn = (turn, self.clock.monotonic())
-            if turn is None:
-                return None
-            its = turn
-            candidate = self.database.guess(lambda tx: task_queue.peek(tx, its, besides=taken))
+            found = self.database.guess(lambda tx: task_queue.next_run(tx, only_run))
+            self._next_run = (found, self.clock.monotonic())
+            candidate = self._peek(found, taken)
         if candidate is not None:
             self._board.announce(candidate.attempt_id)
         return candidate
 
-    def _lone_turn(self, only_run: str | None) -> Turn | None:
+    def _peek(self, run: NextRun | None, besides: set[int]) -> Candidate | None:
+        return None if run is None else self.database.guess(lambda tx: task_queue.peek(tx, run, besides=besides))
+
+    def _lone_run(self, only_run: str | None) -> NextRun | None:
         """The run that had no other beside it a moment ago: looking again costs more than all the rest of a look."""
-        turn, since = self._turn
-        if turn is None or turn.others or only_run not in (None, turn.run_id):
+        run, since = self._next_run
+        if run is None or run.others or only_run not in (None, run.run_id):
             return None
-        return turn if self.clock.monotonic() - since < LONE_SECONDS else None
+        return run if self.clock.monotonic() - since < LONE_SECONDS else None
 
     def finish(
         self,

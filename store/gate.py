@@ -1,7 +1,7 @@
 """The write gate: one queue in the kernel in front of SQLite's write lock (architecture 6).
 
 SQLite's own waiting is a lottery that starves processes for seconds. So every writer first takes an exclusive `flock`
-on a file of its own, where the kernel queues fairly, and only then begins its transaction. In front of the gate is a
+on a file of its own, where the kernel keeps a queue, and only then begins its transaction. In front of the gate is a
 line, another file with another `flock`: whoever has it is next. Only that one watches the gate, for a moment without
 sleeping, since a sleeper needs nearly as long to wake up as most transactions take; all others sleep until they are
 next. While the gate is held the thread takes no stop or termination signal, since a stopped holder would stop

@@ -163,8 +163,8 @@ class ApprovalAsk:
 
 
 @record
-class Turn:
-    """The run that is served next, and whether other runs wait for their turn."""
+class NextRun:
+    """The run that is served next, and whether other runs wait beside it."""
 
     run_id: str
     trace_id: str

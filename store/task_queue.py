@@ -24,7 +24,7 @@ from .records import (
     FinishedAttempt,
     LiveAttempt,
     NewAttempt,
-    Turn,
+    NextRun,
 )
 from .states import may_repeat
 
@@ -58,23 +58,21 @@ def enqueue(tx: Connection, run_id: str, first_task: int, attempts: Sequence[New
 
 def has_ready(tx: Connection, only_run: str | None) -> bool:
     """Whether a claim would find something; a read-only look before the gate is taken."""
-    if only_run is None:
-        return tx.execute(_NEXT_RUN).fetchone() is not None
-    return tx.execute(_ONE_RUN, (only_run,)).fetchone() is not None
+    return next_run(tx, only_run) is not None
 
 
-def next_run(tx: Connection, only_run: str | None) -> Turn | None:
-    """Whose turn it is: the run that a claim would serve; takes no lock."""
+def next_run(tx: Connection, only_run: str | None) -> NextRun | None:
+    """The run that a claim would serve, by priority and turn; takes no lock."""
     row = (tx.execute(_NEXT_RUN) if only_run is None else tx.execute(_ONE_RUN, (only_run,))).fetchone()
-    return None if row is None else Turn(row[0], row[1], bool(row[2]))
+    return None if row is None else NextRun(row[0], row[1], bool(row[2]))
 
 
-def peek(tx: Connection, turn: Turn, *, besides: Collection[int]) -> Candidate | None:
+def peek(tx: Connection, run: NextRun, *, besides: Collection[int]) -> Candidate | None:
     """What a claim would take of this run, but for the attempts `besides`; takes no lock. None for a second delivery.
 
     The looks may see different moments: what they find is a guess that the claim examines.
     """
-    attempt_id = _first_ready(tx, turn.run_id, besides)
+    attempt_id = _first_ready(tx, run.run_id, besides)
     if attempt_id is None or attempt_id in besides:
         return None
     row = tx.execute(
@@ -85,7 +83,7 @@ def peek(tx: Connection, turn: Turn, *, besides: Collection[int]) -> Candidate |
     if row is None:
         return None
     task_id, number, timeout_ms, input_json = row
-    return Candidate(attempt_id, turn.run_id, task_id, number, timeout_ms, input_json, turn.trace_id, turn.others)
+    return Candidate(attempt_id, run.run_id, task_id, number, timeout_ms, input_json, run.trace_id, run.others)
 
 
 def _first_ready(tx: Connection, run_id: str, besides: Collection[int]) -> int | None:
@@ -120,13 +118,11 @@ def claim(
     """
     expires = now + lease_ms
     if exactly is None:
-        row = (tx.execute(_NEXT_RUN) if only_run is None else tx.execute(_ONE_RUN, (only_run,))).fetchone()
-        if row is None:
+        run = next_run(tx, only_run)
+        first = None if run is None else _first_ready(tx, run.run_id, besides)
+        if run is None or first is None:
             return None
-        run_id, trace_id, others = row
-        first = _first_ready(tx, run_id, besides)
-        if first is None:
-            return None
+        run_id, trace_id, others = run.run_id, run.trace_id, run.others
         found = tx.execute(_CLAIM_FIRST, (holder, expires, now, first)).fetchone()
     else:
         # That the run may be served was seen a moment ago; the start of the effect looks again.

@@ -103,11 +103,14 @@ def work_of(
     action: Mapping[str, Any],
     given: dict[str, Any],
     timeout_seconds: float,
-    **more: Any,
+    *,
+    memory: Mapping[str, Any] | None = None,
+    recorded: dict[str, Any] | None = None,
+    foreseen: str | None = None,
 ) -> Work:
     """What every action of a run gets, whether a task uses it or a model calls it: all that the run has recorded.
 
-    `more` is what only one of the two has: other fields of `Work`.
+    Only a task has read from working `memory`, was `recorded` by an earlier delivery, or has an output `foreseen`.
     """
     return Work(
         task_id=task_id,
@@ -115,6 +118,7 @@ def work_of(
         kind=action["kind"],
         action=action,
         input=given,
+        memory={} if memory is None else memory,
         timeout_seconds=timeout_seconds,
         base_path=settings.base_path,
         policy=settings.policy,
@@ -122,7 +126,8 @@ def work_of(
         workspace=settings.workspace,
         long_term=settings.long_term,
         force_effect=settings.force_effect,
-        **{"memory": {}, **more},
+        recorded=recorded,
+        foreseen=foreseen,
     )
 
 

@@ -182,6 +182,17 @@ def test_what_was_announced_long_ago_is_anybodys(store: Store, clock: ManualCloc
     assert store.peek(None) == candidate
 
 
+def test_what_was_announced_before_the_machine_was_started_again_is_anybodys(store: Store, clock: ManualClock) -> None:
+    """The clock of the board counts from the start of the machine, and its file is still there after the next one."""
+    started_run(store, tasks=1)
+    candidate = store.peek(None)
+    assert candidate is not None
+    earlier = ManualClock()
+    earlier.advance(clock.monotonic() + 1_000_000)
+    Board(store.database.gate.line, earlier, os.getpid() + 1).announce(candidate.attempt_id)
+    assert store.peek(None) == candidate
+
+
 def test_a_claim_leaves_what_others_prepare_for_to_them(store: Store) -> None:
     started_run(store, tasks=3)
     candidate = store.peek(None)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import fcntl
 import os
 import signal
+import threading
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import closing
@@ -18,7 +19,7 @@ from agentctl.store.database import Database
 from agentctl.store.engine import Store
 from support import store_children
 from support.artifacts import litter, names_in
-from support.builders import Driver, new_run, open_store
+from support.builders import Driver, Hand, new_run, open_store
 from support.children import PATIENCE, SPAWN, Children, wait_until
 from support.rows import check_chains, ledger_line, rows, scalar
 from support.scale import repeats, scale, time_factor
@@ -194,14 +195,22 @@ def test_a_stopped_stranger_at_the_gate_is_named_and_left_alone(store: Store, ch
     assert children.join() == [0, 0]
 
 
-def test_who_is_urgent_passes_the_line(store: Store) -> None:
-    """A driver, without whose commit all that stand in the line would soon have nothing to do."""
-    with open(f"{store.path}.gate-line", "rb") as line:
-        fcntl.flock(line, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        with store.database.write(urgent=True) as tx:
-            tx.execute("INSERT INTO meta VALUES ('k', 'v')")
-    with store.database.write() as tx:
-        assert tx.execute("SELECT value FROM meta WHERE key = 'k'").fetchone() == ("v",)
+def test_a_driver_passes_the_line(store: Store) -> None:
+    """Without its commits all that stand in the line would soon have nothing to do."""
+    driver = enqueued(store, 1)
+    hand = Hand(store)
+    hand.finish(hand.take())
+    line = os.open(f"{store.path}.gate-line", os.O_RDWR)
+    fcntl.flock(line, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    relief = threading.Timer(PATIENCE, fcntl.flock, (line, fcntl.LOCK_UN))  # so that a failure is no hang
+    relief.start()
+    assert driver.commit()
+    passed = relief.is_alive()
+    relief.cancel()
+    relief.join()
+    os.close(line)
+    assert passed, "it stood in the line until the line was given up"
+    assert scalar(store, "SELECT state FROM tasks") == "succeeded"
 
 
 def test_the_line_and_the_gate_are_free_after_a_write(store: Store) -> None:

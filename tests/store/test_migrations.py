@@ -117,9 +117,8 @@ def test_the_audit_trail_keeps_its_numbers(old: Path) -> None:
     assert rows(store, read) == before
     store.request_cancel("run-2", reason="x", actor="me")
     assert rows(store, read)[:4] == before
-    assert [event["sequence"] for event in Views(store.database, store.clock).events("run-2", after=0, limit=9)][
-        :2
-    ] == [1, 2]
+    shown = Views(store.database, store.clock).events("run-2", limit=9)
+    assert [event["sequence"] for event in shown][:2] == [1, 2]
     with store.database.write() as tx:
         tx.execute("DELETE FROM runs WHERE run_id = 'run-1'")
     assert {run_id for run_id, *_ in rows(store, read)} == {"run-2"}, "a run takes its own trail along, and no other"
