@@ -6,25 +6,28 @@ import os
 import pwd
 import shlex
 import shutil
-import subprocess
 import sys
+from collections.abc import Iterable, Set
+from contextlib import closing
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from agentctl.store.errors import AgentctlError, ConflictError, EnvironmentFault, UsageError
+from agentctl.store.errors import AgentctlError, ConflictError, EnvironmentFault, NotFoundError, UsageError
 
 from . import unit_files
-from .doctor import units_of
 from .documents import put_file
+from .installed_units import Options, database_of, installed, keep, own_text
 from .main import DEFAULT_DATABASE, Settings
 from .render import Printer, clean, warn
+from .run import open_store, views_of
+from .systemctl import ENABLE_SECONDS, Systemctl, SystemctlFailed
+from .unit_checks import doubts, problems
 from .unit_files import MARK, Site
 
 SYSTEM_FOLDER = Path("/etc/systemd/system")
 LINGER = Path("/var/lib/systemd/linger")
 """Has a file for each user whose manager stays without a login."""
-
-ENABLE_SECONDS = 180
 
 DUE = ".agentctl-restart-due"
 """Beside the units: the names of those that were written and not restarted since, one in a line."""
@@ -32,31 +35,44 @@ DUE = ".agentctl-restart-due"
 
 def install(
     settings: Settings,
+    given: Options,
     *,
     user: bool,
-    run_as: str,
     each: bool,
+    fresh: bool,
     enable: bool,
     only_print: bool,
-    site: Site,
 ) -> None:
     """Write the units that are wanted, then start what is new, restart what has changed, and disable what they replace.
 
-    With `only_print` nothing is written. Raises `UsageError` and `EnvironmentFault` (units that could not work, no
-    permission, no such user, systemctl fails) and `ConflictError` (a unit of somebody else is in the way); then no file
-    was written, but for the last case of a failing systemctl.
+    What installed units say and `given` does not is kept, unless `fresh`. With `only_print` nothing is written.
+    Raises `UsageError` and `EnvironmentFault` (units that could not work, no permission, no such user, systemctl fails)
+    and `ConflictError` (a unit of somebody else is in the way); then no file was written, but for the last case of a
+    failing systemctl. When units that worked do not start any more, those before are put back.
     """
+    folder = _user_folder() if user else SYSTEM_FOLDER
+    manager = Systemctl(user)
+    states = manager.states()
+    active = {name for name, state in states.items() if state not in ("inactive", "failed")}
+    enabled = {link.name for link in folder.glob("*.wants/agentctl-*.service")}
+    before = installed(folder, each=each, used=active | enabled)
+    options, kept = keep(given, None if fresh else before, user=user)
+    site = _site(options, user=user)
+    manager.patience = ENABLE_SECONDS + site.drain_seconds + unit_files.STOP_SLACK_SECONDS
     made = unit_files.units(site)
     names = [unit_files.COORDINATOR, unit_files.WORKER] if each else [unit_files.POOL]
     wanted = {name: made[name] for name in names}
     started = _instances(site.count) if each else names
-    folder = _user_folder() if user else SYSTEM_FOLDER
-    manager = _Systemctl(user, ENABLE_SECONDS + site.drain_seconds + unit_files.STOP_SLACK_SECONDS)
+    moved_from = None
+    if before is not None and database_of(before.database, user=user) != database_of(site.database, user=user):
+        moved_from = database_of(before.database, user=user)
     data: dict[str, Any] = {
         "user": user,
         "folder": str(folder),
         "database": site.database,
+        "databaseBefore": None if moved_from is None else str(moved_from),
         "units": [{"name": name, "path": str(folder / name), "text": text} for name, text in wanted.items()],
+        "kept": kept,
         "started": started,
         "restarted": [],
         "replaced": [],
@@ -64,28 +80,18 @@ def install(
         "written": not only_print,
         "enabled": False,
     }
-    if only_print:
-        for problem in [] if user else _problems(site, None):
-            warn(settings, f"{problem.message}; {problem.remedy}")
-    else:
-        account = None if user else _account(run_as)
-        for problem in [] if user else _problems(site, account):
-            raise problem
-        active = manager.active()
-        old = _old_units(folder, active, set(started))
+    for doubt in _judge(settings, site, each=each, only_print=only_print):
+        warn(settings, doubt)
+    if not only_print:
+        old = _old_units(folder, active | enabled, set(started))
+        former = Former(folder, wanted, {name for name, state in states.items() if state == "active"}, enabled)
         changed = _write(folder, wanted)
         # What was written by a command that got no further is no change any more, yet runs with its old options.
         data["restarted"] = [name for name in started if name in active and _file_of(name) in changed]
         data["replaced"] = [name for name in old if _is_numbered(name)]
         data["left"] = [name for name in old if not _is_numbered(name)]
         if enable:
-            # The new ones first: two on one database get along, and none at all would leave runs waiting.
-            manager.run("daemon-reload")
-            if data["restarted"]:
-                manager.run("try-restart", *data["restarted"])
-            manager.run("enable", "--now", *started)
-            if data["replaced"]:
-                manager.run("disable", "--now", *data["replaced"])
+            _put_in_place(manager, former, started, data["restarted"], data["replaced"])
             (folder / DUE).unlink(missing_ok=True)
             data["enabled"] = True
 
@@ -97,19 +103,77 @@ def install(
             return
         for name in wanted:
             out.line(f"written: {clean(folder / name)}")
+        if kept:
+            out.line(f"kept from the units before: {clean(shlex.join(kept))} (`--fresh` begins with the defaults)")
         _tell_started(out, manager, data)
         where = site.database or ("~/.local/state/agentctl/runtime.db" if user else "/var/lib/agentctl/runtime.db")
         word = where if where.startswith("~") else shlex.quote(where)
         out.line(f"their database: `export AGENTCTL_DB={clean(word)}`")
 
     Printer(settings).result("Installation", data, human)
+    if moved_from is not None:
+        warn(settings, _of_the_old_database(moved_from, settings, written=not only_print))
     if data["left"]:
         warn(settings, f"other units of ours are still there: {' '.join(data['left'])}; disable what you do not need")
     if user and data["enabled"] and not _lingers():
         warn(settings, "units of a user end with the last login; `loginctl enable-linger` lets them stay")
 
 
-def _tell_started(out: Printer, manager: _Systemctl, data: dict[str, Any]) -> None:
+def _site(options: Options, *, user: bool) -> Site:
+    return Site(
+        program(),
+        None if user else options.run_as or unit_files.DEFAULT_USER,
+        options.database,
+        unit_files.DEFAULT_COUNT if options.count is None else options.count,
+        unit_files.DEFAULT_DRAIN_SECONDS if options.drain_seconds is None else options.drain_seconds,
+        max_tasks=options.max_tasks,
+        max_age=options.max_age,
+        max_rss=options.max_rss,
+        writable=() if user else options.writable or (),
+        needs=() if user else runtime_places(),
+    )
+
+
+def _judge(settings: Settings, site: Site, *, each: bool, only_print: bool) -> list[str]:
+    """What is to be said of units that may be written. Raises what speaks against them, unless they are only shown."""
+    said = []
+    account = None
+    try:
+        account = None if site.user is None else _account(site.user)
+    except EnvironmentFault as fault:
+        if not only_print:
+            raise
+        said.append(f"{fault.message}; {fault.remedy}")
+    for problem in problems(site, account, each=each):
+        if not only_print:
+            raise problem
+        said.append(f"{problem.message}; {problem.remedy}")
+    return [*said, *doubts(site, account, each=each)]
+
+
+def _of_the_old_database(database: Path, settings: Settings, *, written: bool) -> str:
+    """What becomes of the database that these units worked on before."""
+    word = shlex.quote(str(database))
+    moved = f"the units {'worked' if written else 'work'} on {database} {'before' if written else 'until now'}"
+    back = f"`agentctl --db {word} workers install` goes back"
+    try:
+        with closing(open_store(replace(settings, database=database))) as store:
+            views = views_of(store)
+            left = [run for state in ("running", "paused") for run in views.list_runs(limit=1000, state=state)["runs"]]
+    except NotFoundError:
+        return f"{moved}, which is not there any more"
+    except AgentctlError as error:
+        return f"{moved}, and nobody drives what is left there; its runs cannot be read: {error.message}; {back}"
+    if not left:
+        return f"{moved}; no run is left there"
+    number = "one run has" if len(left) == 1 else f"{len(left)} runs have"
+    return (
+        f"{moved}: {number} not ended there, and these units do not drive any of them; "
+        f"`agentctl --db {word} workers start` lets them go on; {back}"
+    )
+
+
+def _tell_started(out: Printer, manager: Systemctl, data: dict[str, Any]) -> None:
     words = [
         ("restarted, since they have changed", ["try-restart"], data["restarted"]),
         ("enabled and started", ["enable", "--now"], [n for n in data["started"] if n not in data["restarted"]]),
@@ -124,58 +188,74 @@ def _tell_started(out: Printer, manager: _Systemctl, data: dict[str, Any]) -> No
             out.line(f"then: `{manager.words(*command, *units)}`")
 
 
-# -- what could not work -----------------------------------------------------------------------------------------------
+# -- putting them in place ---------------------------------------------------------------------------------------------
 
 
-def _problems(site: Site, account: pwd.struct_passwd | None) -> list[AgentctlError]:
-    """Why units of the system would not start as they are written; `account`: whom they run as, if that is known."""
-    found: list[AgentctlError] = []
-    database = [] if site.database is None else [site.database]
-    for place in (*database, *site.writable):
-        if unit_files.is_below(place, *unit_files.TEMPORARY):
-            found.append(
-                UsageError(
-                    f"{place}: a unit of the system has a /tmp of its own, so this place would be another one",
-                    remedy="give a place outside of /tmp and /var/tmp",
-                )
-            )
-    for folder in site.folders:
-        if not os.path.isdir(folder):
-            found.append(
-                UsageError(
-                    f"there is no folder {folder}, and a unit that may write there cannot start without it",
-                    remedy=f"make it first: `install -d -o {site.user} {shlex.quote(folder)}`",
-                )
-            )
-    for place in (site.program, *site.needs):
-        why = "the unit has a /tmp of its own" if unit_files.is_below(place, *unit_files.TEMPORARY) else None
-        closed = None if account is None else _closed_folder(place, account)
-        if closed is not None:
-            why = f"the user {site.user} may not enter {closed}"
-        if why is not None:
-            found.append(
-                EnvironmentFault(
-                    f"the units could not start agentctl, which needs {place}: {why}",
-                    remedy="install agentctl where every user can read it, for example with `pipx install --global`",
-                )
-            )
-    return found
+class Former:
+    """What was there before: texts, and who worked. To be made before anything is written."""
 
+    def __init__(self, folder: Path, wanted: Iterable[str], working: Set[str], enabled: Set[str]) -> None:
+        self.working = working
+        self._folder = folder
+        self._enabled = enabled
+        self._texts = {name: own_text(folder / name) for name in wanted}
+        due = folder / DUE
+        self._due = due.read_bytes() if due.exists() else None
 
-def _closed_folder(place: str, account: pwd.struct_passwd) -> str | None:
-    """The first folder on the way to a place that this user may not enter."""
-    if account.pw_uid == 0:
-        return None
-    groups = os.getgrouplist(account.pw_name, account.pw_gid)
-    for folder in reversed(Path(place).parents):
+    def put_back(self, manager: Systemctl, started: Iterable[str], restarted: Iterable[str]) -> None:
+        """Raises `EnvironmentFault` when that fails, too."""
+        new = [name for name in started if name not in self.working and name not in self._enabled]
+        if new:
+            manager.run("disable", "--now", *new)
         try:
-            status = folder.stat()
-        except OSError:
-            return None  # not there, or not for us to see: the start tells
-        shift = 6 if status.st_uid == account.pw_uid else 3 if status.st_gid in groups else 0
-        if not status.st_mode >> shift & 1:
-            return str(folder)
-    return None
+            for name, text in self._texts.items():
+                if text is None:
+                    (self._folder / name).unlink(missing_ok=True)
+                else:
+                    put_file(self._folder / name, text.encode(), mode=0o644)
+            if self._due is None:
+                (self._folder / DUE).unlink(missing_ok=True)
+            else:
+                put_file(self._folder / DUE, self._due, mode=0o644)
+        except OSError as error:
+            raise EnvironmentFault(f"cannot write to {self._folder}: {error.strerror}") from error
+        manager.run("daemon-reload")
+        again = [name for name in restarted if name in self.working]
+        if again:
+            manager.run("restart", *again)
+
+
+def _put_in_place(
+    manager: Systemctl, former: Former, started: list[str], restarted: list[str], replaced: list[str]
+) -> None:
+    """Restart, start and disable. What worked before goes on working when the new units do not start."""
+    manager.run("daemon-reload")
+    try:
+        # The new ones first: two on one database get along, and none at all would leave runs waiting.
+        if restarted:
+            manager.run("try-restart", *restarted)
+        manager.run("enable", "--now", *started)
+    except SystemctlFailed as fault:
+        fault.message += manager.reason(fault.unit)
+        if former.working:
+            _tell_of_return(manager, former, fault, started, restarted)
+        raise
+    if replaced:
+        manager.run("disable", "--now", *replaced)
+
+
+def _tell_of_return(
+    manager: Systemctl, former: Former, fault: SystemctlFailed, started: list[str], restarted: list[str]
+) -> None:
+    try:
+        former.put_back(manager, started, restarted)
+    except EnvironmentFault as other:
+        fault.message += f". The units from before could not be put back: {other.message}"
+    else:
+        fault.message += ". The units from before are back, and work"
+
+
+# -- this program ----------------------------------------------------------------------------------------------------
 
 
 def runtime_places() -> tuple[str, ...]:
@@ -188,20 +268,12 @@ def runtime_places() -> tuple[str, ...]:
 # -- what was there before ---------------------------------------------------------------------------------------------
 
 
-def _old_units(folder: Path, active: set[str], started: set[str]) -> list[str]:
+def _old_units(folder: Path, used: set[str], started: set[str]) -> list[str]:
     """Units of ours that are enabled or active and are not among those that are wanted."""
-    enabled = {link.name for link in folder.glob("*.wants/agentctl-*.service")}
     return sorted(
-        (name for name in (enabled | active) - started if _is_ours(folder / _file_of(name))),
+        (name for name in used - started if own_text(folder / _file_of(name)) is not None),
         key=lambda name: (len(name), name),
     )
-
-
-def _is_ours(path: Path) -> bool:
-    try:
-        return path.read_text(encoding="utf-8", errors="replace").startswith(MARK)
-    except OSError:
-        return False
 
 
 def _file_of(name: str) -> str:
@@ -215,13 +287,16 @@ def _is_numbered(name: str) -> bool:
 
 
 def given_database(settings: Settings) -> str | None:
-    """The database that was named by the person, absolute; None when it is only the default."""
+    """The database that was named by the person, where it really lies; None when it is only the default.
+
+    What belongs to it lies beside the file itself, so that is the folder which units have to see.
+    """
     if str(settings.database) == DEFAULT_DATABASE and not os.environ.get("AGENTCTL_DB"):
         return None
-    return checked_path(settings.database, "--db")
+    return checked_path(os.path.realpath(settings.database), "--db")
 
 
-def checked_path(path: Path, what: str) -> str:
+def checked_path(path: Path | str, what: str) -> str:
     """An absolute path that a unit file can carry. Raises `UsageError`."""
     text = os.path.abspath(path)
     if not text.isprintable():
@@ -297,63 +372,6 @@ def _write(folder: Path, wanted: dict[str, str]) -> set[str]:
             remedy="units of the system need root; --user installs them for you alone, --print only shows them",
         ) from error
     return changed
-
-
-class _Systemctl:
-    """`systemctl` of the system's manager or of the user's."""
-
-    def __init__(self, user: bool, seconds: int) -> None:
-        self._user = user
-        self._seconds = seconds
-
-    def words(self, *words: str) -> str:
-        """The command as a person would write it."""
-        return " ".join(self._command(*words))
-
-    def _command(self, *words: str) -> list[str]:
-        return ["systemctl", *(["--user"] if self._user else []), *words]
-
-    def active(self) -> set[str]:
-        """Units of ours that run or try to; empty when nobody can tell."""
-        command = self._command("list-units", "--plain", "--no-legend", "agentctl-*.service")
-        try:
-            done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=ENABLE_SECONDS)
-        except (OSError, subprocess.TimeoutExpired):
-            return set()
-        return {name for name, state, _ in units_of(done.stdout) if state not in ("inactive", "failed")}
-
-    def run(self, *words: str) -> None:
-        """Raises `EnvironmentFault` with what `systemctl` says, and what to do."""
-        command = self._command(*words)
-        shown = " ".join(command)
-        try:
-            done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=self._seconds)
-        except FileNotFoundError as error:
-            raise EnvironmentFault(
-                "the units were written, but there is no systemctl here to enable them",
-                remedy="--no-enable writes them only; any other service manager can run the commands in them",
-            ) from error
-        except subprocess.TimeoutExpired as error:
-            raise EnvironmentFault(
-                f"the units were written, but `{shown}` did not end within {self._seconds} s",
-                remedy=f"`{self.words('list-jobs')}` shows what it waits for; then run this command again",
-            ) from error
-        if done.returncode:
-            said = (done.stderr or done.stdout).strip().rpartition("\n")[2]
-            raise EnvironmentFault(f"the units were written, but `{shown}` failed: {said}", remedy=self._remedy(words))
-
-    def _remedy(self, words: tuple[str, ...]) -> str:
-        if words[0] != "daemon-reload":
-            scope = " --user" if self._user else ""
-            unit = next((word for word in words if word.startswith("agentctl-")), "agentctl-workers")
-            return f"`journalctl{scope} -u {unit}` tells why; put that right, then run this command again"
-        if self._user:
-            return (
-                "this user's systemd cannot be reached: log in as the user (su and sudo start none), or, after "
-                f"`loginctl enable-linger`, `export XDG_RUNTIME_DIR=/run/user/{os.getuid()}`; then run this command "
-                "again"
-            )
-        return "see whether systemd runs here, and whether you are root; then run this command again"
 
 
 def _lingers() -> bool:

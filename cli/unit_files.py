@@ -1,12 +1,13 @@
 """The systemd units: their text, made from a few facts. Pure; writing and enabling is `cli.install`.
 
 `ops/systemd/` holds what comes out for the usual places, for people who install by hand; a test keeps both the same.
+What an installed unit says is read back by `cli.installed_units`.
 
 What is deliberately not hardened: `ProcSubset=pid` would hide the boot id and `/proc/locks`, and processes that see
 different boot ids take one another for dead. `RestrictRealtime=` refuses the batch scheduling that keeps the write gate
-fast, and without capabilities nothing can become realtime anyway. Units of single workers share `/tmp`, since the tasks
-of one run may hand files on. `UMask=` would be that of every file that a workflow writes; the database is private by
-itself.
+fast, and without capabilities nothing can become realtime anyway. Units of single workers share `/tmp` with everybody,
+and may write there, since the tasks of one run may hand files on. `UMask=` would be that of every file that a workflow
+writes; the database is private by itself.
 """
 
 from __future__ import annotations
@@ -20,6 +21,10 @@ MARK = "# Made by `agentctl workers install`; changes belong into a drop-in (`sy
 COORDINATOR = "agentctl-coordinator.service"
 POOL = "agentctl-workers.service"
 WORKER = "agentctl-worker@.service"
+
+DEFAULT_COUNT = 8
+DEFAULT_DRAIN_SECONDS = 30
+DEFAULT_USER = "agentctl"
 
 STOP_SLACK_SECONDS = 30
 """What a stop may take after the drain limit: ending effects hard, their results, the last commit."""
@@ -86,8 +91,8 @@ class Site:
     program: str
     user: str | None
     database: str | None = None
-    count: int = 8
-    drain_seconds: int = 30
+    count: int = DEFAULT_COUNT
+    drain_seconds: int = DEFAULT_DRAIN_SECONDS
     watchdog_seconds: int = 60
     max_tasks: int | None = None
     max_age: str | None = None
@@ -97,10 +102,14 @@ class Site:
     """Where the program really lies, its interpreter and its libraries: what the units must be able to see."""
 
     @property
+    def own_folders(self) -> tuple[str, ...]:
+        """The folder of the database, unless systemd makes it."""
+        return () if self.database is None else (self.database.rpartition("/")[0] or "/",)
+
+    @property
     def folders(self) -> tuple[str, ...]:
         """The folders that a system unit is given to write into; each has to exist when it starts."""
-        own = () if self.database is None else (self.database.rpartition("/")[0] or "/",)
-        return (*self.writable, *own)
+        return (*self.writable, *self.own_folders)
 
 
 def is_below(place: str, *folders: str) -> bool:
@@ -116,7 +125,9 @@ def units(site: Site) -> dict[str, str]:
 def _coordinator(site: Site) -> str:
     stop = STOP_SLACK_SECONDS
     lines = _unit("agentctl coordinator: drives the runs of one database")
-    lines += _service(site, ["coordinator", "start"], stop=stop, private_tmp=True, network=False)
+    # It starts no command, so the folders of workflows are none of its business.
+    folders = site.own_folders
+    lines += _service(site, ["coordinator", "start"], folders, stop=stop, private_tmp=True, network=False)
     return _text(lines, site)
 
 
@@ -124,7 +135,7 @@ def _pool(site: Site) -> str:
     command = ["workers", "start", "-n", str(site.count), "--name", "pool", *_care(site)]
     lines = _unit("agentctl workers: a pool, with a coordinator of its own unless one is live")
     stop = site.drain_seconds + STOP_SLACK_SECONDS
-    lines += _service(site, command, stop=stop, private_tmp=True, network=True)
+    lines += _service(site, command, site.folders, stop=stop, private_tmp=True, network=True)
     return _text(lines, site)
 
 
@@ -132,7 +143,9 @@ def _worker(site: Site) -> str:
     command = ["worker", "start", "--name", "%i", *_care(site)]
     lines = _unit("agentctl worker %i", f"Wants={COORDINATOR}", f"After={COORDINATOR}")
     stop = site.drain_seconds + STOP_SLACK_SECONDS
-    lines += _service(site, command, stop=stop, private_tmp=False, network=True)
+    # The root is read-only for the unit, and a `/tmp` that is not its own is a part of it.
+    folders = (*TEMPORARY, *(folder for folder in site.folders if not is_below(folder, *TEMPORARY)))
+    lines += _service(site, command, folders, stop=stop, private_tmp=False, network=True)
     return _text(lines, site)
 
 
@@ -156,13 +169,14 @@ def _unit(description: str, *more: str) -> list[str]:
     ]
 
 
-def _service(site: Site, command: Sequence[str], *, stop: int, private_tmp: bool, network: bool) -> list[str]:
+def _service(
+    site: Site, command: Sequence[str], folders: Sequence[str], *, stop: int, private_tmp: bool, network: bool
+) -> list[str]:
     lines = ["[Service]"]
     lines += _COMMON_SERVICE.format(watchdog=site.watchdog_seconds, stop=stop).splitlines()
     # A worker's own name holds a specifier of systemd's, which must stay one.
     lines.append(f"ExecStart={' '.join([quoted(site.program), *command])}")
     lines.append("Environment=AGENTCTL_UNIT=%n AGENTCTL_LOG_LEVEL=info")
-    folders = site.folders
     if site.database is None:
         state = "%S/agentctl" if site.user is not None else "%h/.local/state/agentctl"
         lines.append(f"Environment=AGENTCTL_DB={state}/runtime.db")

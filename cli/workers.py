@@ -169,11 +169,12 @@ def _tell_end(settings: Settings, code: int, who: str) -> None:
 
 @workers.command("install")
 @click.option("--user", is_flag=True, help="For your own service manager instead of the system's.")
-@click.option("-n", "--count", type=click.IntRange(1, 1024), default=8, metavar="N", help="How many workers (8).")
+@click.option("-n", "--count", type=click.IntRange(1, 1024), metavar="N", help="How many workers (8).")
 @click.option("--each", is_flag=True, help="One unit for each worker and one for the coordinator, instead of a pool.")
 @click.option("--print", "only_print", is_flag=True, help="Show the units; write nothing.")
 @click.option("--no-enable", is_flag=True, help="Write the units; do not enable or start them.")
-@click.option("--run-as", default="agentctl", metavar="NAME", help="User of the system's units (agentctl).")
+@click.option("--fresh", is_flag=True, help="Begin with the defaults, instead of keeping what the installed units say.")
+@click.option("--run-as", metavar="NAME", help="User of the system's units (agentctl).")
 @click.option(
     "--writable",
     type=click.Path(path_type=Path),
@@ -187,7 +188,6 @@ def _tell_end(settings: Settings, code: int, who: str) -> None:
 @click.option(
     "--drain-seconds",
     type=click.IntRange(0, 86_400),
-    default=int(DEFAULT_DRAIN_SECONDS),
     metavar="S",
     help="How long running commands may go on after a stop (30).",
 )
@@ -195,13 +195,14 @@ def _tell_end(settings: Settings, code: int, who: str) -> None:
 def workers_install(
     settings: Settings,
     user: bool,
-    count: int,
+    count: int | None,
     each: bool,
     only_print: bool,
     no_enable: bool,
-    run_as: str,
+    fresh: bool,
+    run_as: str | None,
     writable: tuple[Path, ...],
-    drain_seconds: int,
+    drain_seconds: int | None,
     max_tasks: int | None,
     max_age: str | None,
     max_rss: str | None,
@@ -211,31 +212,32 @@ def workers_install(
     Their database is --db or AGENTCTL_DB, else one in the state folder of the service. Units that agentctl has written
     before are replaced, those of others never: what has changed is restarted, and what is no longer wanted (the other
     layout, higher numbers) is stopped and disabled.
+
+    What the installed units say and this command does not (the database, -n, --writable, limits) is kept, but for the
+    layout; --fresh begins with the defaults.
     """
     _require_network(settings)
-    from .install import checked_path, given_database, install, program, runtime_places
-    from .unit_files import Site
+    from .install import checked_path, given_database, install
+    from .installed_units import Options
 
     for option, kind, value in (("--max-rss", Size(SMALLEST_RSS), max_rss), ("--max-age", Duration(), max_age)):
         if value is not None:
             kind.convert(value, next(p for p in workers_install.params if option in p.opts), None)
     if user and writable:
         raise click.UsageError("--writable is for units of the system; those of a user may write where the user may.")
-    if not run_as or not run_as.replace("-", "").replace("_", "").isalnum():
+    if run_as is not None and not run_as.replace("-", "").replace("_", "").isalnum():
         raise click.BadParameter(f"{run_as!r} is no name of a user.", param_hint="--run-as")
-    site = Site(
-        program(),
-        None if user else run_as,
+    given = Options(
+        run_as,
         given_database(settings),
         count,
         drain_seconds,
-        max_tasks=max_tasks,
-        max_age=max_age,
-        max_rss=max_rss,
-        writable=tuple(checked_path(folder, "--writable") for folder in writable),
-        needs=() if user else runtime_places(),
+        max_tasks,
+        max_age,
+        max_rss,
+        tuple(checked_path(os.path.realpath(folder), "--writable") for folder in writable) or None,
     )
-    install(settings, user=user, run_as=run_as, each=each, enable=not no_enable, only_print=only_print, site=site)
+    install(settings, given, user=user, each=each, fresh=fresh, enable=not no_enable, only_print=only_print)
 
 
 @workers.command("list")

@@ -15,6 +15,7 @@ from pathlib import Path
 
 import pytest
 from agentctl.cli import install
+from agentctl.cli.unit_checks import closed_folder, problems
 from agentctl.cli.unit_files import COORDINATOR, MARK, POOL, STOP_SLACK_SECONDS, WORKER, Site, quoted, units
 from support.children import wait_until
 from support.field import Field
@@ -380,7 +381,7 @@ def root_site(**facts: object) -> Site:
     ],
 )
 def test_system_units_that_could_not_work(facts: dict[str, object], word: str | None) -> None:
-    found = [problem.message for problem in install._problems(root_site(**facts), None)]
+    found = [problem.message for problem in problems(root_site(**facts), None, each=False)]
     assert (found == []) if word is None else (word in found[0])
 
 
@@ -390,10 +391,10 @@ def test_a_program_that_the_user_of_the_units_cannot_reach() -> None:
         folder = Path(made) / "venv"
         folder.mkdir(mode=0o700)
         nobody = pwd.getpwnam("nobody")
-        assert install._closed_folder(str(folder / "python"), nobody) == str(folder)
-        assert install._closed_folder(str(folder / "python"), pwd.getpwnam("root")) is None
+        assert closed_folder(str(folder / "python"), nobody) == str(folder)
+        assert closed_folder(str(folder / "python"), pwd.getpwnam("root")) is None
         folder.chmod(0o755)
-        assert install._closed_folder(str(folder / "python"), nobody) is None
+        assert closed_folder(str(folder / "python"), nobody) is None
 
 
 @pytest.mark.parametrize(
