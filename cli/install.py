@@ -112,7 +112,7 @@ def install(
 
     Printer(settings).result("Installation", data, human)
     if moved_from is not None:
-        warn(settings, _of_the_old_database(moved_from, settings, written=not only_print))
+        warn(settings, _of_the_old_database(moved_from, settings, site, each=each, written=not only_print))
     if data["left"]:
         warn(settings, f"other units of ours are still there: {' '.join(data['left'])}; disable what you do not need")
     if user and data["enabled"] and not _lingers():
@@ -151,11 +151,12 @@ def _judge(settings: Settings, site: Site, *, each: bool, only_print: bool) -> l
     return [*said, *doubts(site, account, each=each)]
 
 
-def _of_the_old_database(database: Path, settings: Settings, *, written: bool) -> str:
+def _of_the_old_database(database: Path, settings: Settings, site: Site, *, each: bool, written: bool) -> str:
     """What becomes of the database that these units worked on before."""
-    word = shlex.quote(str(database))
+    named = f"agentctl --db {shlex.quote(str(database))}"
     moved = f"the units {'worked' if written else 'work'} on {database} {'before' if written else 'until now'}"
-    back = f"`agentctl --db {word} workers install` goes back"
+    same = f"{' --user' if site.user is None else ''}{' --each' if each else ''}"
+    back = f"`{named} workers install{same}` goes back"
     try:
         with closing(open_store(replace(settings, database=database))) as store:
             views = views_of(store)
@@ -169,7 +170,7 @@ def _of_the_old_database(database: Path, settings: Settings, *, written: bool) -
     number = "one run has" if len(left) == 1 else f"{len(left)} runs have"
     return (
         f"{moved}: {number} not ended there, and these units do not drive any of them; "
-        f"`agentctl --db {word} workers start` lets them go on; {back}"
+        f"`{'' if site.user is None else f'sudo -u {site.user} '}{named} workers start` lets them go on; {back}"
     )
 
 
@@ -236,23 +237,26 @@ def _put_in_place(
             manager.run("try-restart", *restarted)
         manager.run("enable", "--now", *started)
     except SystemctlFailed as fault:
-        fault.message += manager.reason(fault.unit)
+        reason = manager.reason(fault.unit)
         if former.working:
-            _tell_of_return(manager, former, fault, started, restarted)
+            end = _return(manager, former, started, restarted)
+            fault.message = f"{fault.what}{reason}\n  {end}"
+        else:
+            fault.message += reason
         raise
     if replaced:
         manager.run("disable", "--now", *replaced)
 
 
-def _tell_of_return(
-    manager: Systemctl, former: Former, fault: SystemctlFailed, started: list[str], restarted: list[str]
-) -> None:
+def _return(manager: Systemctl, former: Former, started: list[str], restarted: list[str]) -> str:
+    """Put back what worked before; returns what became of it."""
     try:
         former.put_back(manager, started, restarted)
+    except SystemctlFailed as other:
+        return f"the units from before are back as well, but {other.what}"
     except EnvironmentFault as other:
-        fault.message += f". The units from before could not be put back: {other.message}"
-    else:
-        fault.message += ". The units from before are back, and work"
+        return f"the units from before could not be put back: {other.message}"
+    return "the units from before are back, and work"
 
 
 # -- this program ----------------------------------------------------------------------------------------------------

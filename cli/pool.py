@@ -323,6 +323,8 @@ class _Pool:
         self._told = ""
 
     def run(self) -> int:
+        from agentctl.coordinator.supervisor import end_resource_tracker
+
         signalled = 0
         next_look = 0.0
         try:
@@ -359,6 +361,7 @@ class _Pool:
         finally:
             self._base.close()
             self._store.close()
+            end_resource_tracker()
 
     def _drain(self, *, first: bool) -> None:
         self._supervisor.drain(self._drain_seconds)

@@ -60,7 +60,7 @@ def _status_for_people(out: Printer, data: dict[str, Any], now: int) -> None:
         if data["problem"] is not None:
             out.line(f"driver    nobody can drive it: {clean(data['problem']['message'])}")
         else:
-            out.line(f"driver    {_driver(data['driver'], data['runId'])}")
+            out.line(f"driver    {_driver(data)}")
     if data["running"]:
         out.line("running:")
         for task in data["running"][:SHOWN_WAITING]:
@@ -161,9 +161,12 @@ def _budget_for_people(out: Printer, budget: dict[str, Any]) -> None:
         out.line(f"budget    exceeded: {over['dimension']} would be {over['attempted']} of {over['limit']}")
 
 
-def _driver(driver: dict[str, Any] | None, run_id: str) -> str:
+def _driver(data: dict[str, Any]) -> str:
+    driver = data["driver"]
+    if driver is None and data["state"] == "paused":
+        return "nobody while it is paused"  # whoever is live has given it back, and takes it when it may go on
     if driver is None:
-        return f"nobody; `agentctl workers start` or `agentctl resume {run_id}` drives it"
+        return f"nobody; `agentctl workers start` or `agentctl resume {data['runId']}` drives it"
     who = f"{driver['kind'] or 'process'} {clean(driver['processId'])}"
     pid = f", pid {driver['pid']}" if driver["pid"] is not None else ""
     return f"{who}{pid}, {driver['liveness']}"

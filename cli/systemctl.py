@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 from collections.abc import Iterator
 
@@ -20,10 +21,11 @@ JOURNAL_LINES = 3
 
 
 class SystemctlFailed(EnvironmentFault):
-    """A command of `systemctl` said no; `unit` is the first unit that it was about."""
+    """A command of `systemctl` said no: `what`, about `unit`, if it was about one."""
 
-    def __init__(self, message: str, *, remedy: str, unit: str | None) -> None:
-        super().__init__(message, remedy=remedy)
+    def __init__(self, what: str, *, remedy: str, unit: str | None) -> None:
+        super().__init__(f"the units were written, but {what}", remedy=remedy)
+        self.what = what
         self.unit = unit
 
 
@@ -79,18 +81,14 @@ class Systemctl:
                 remedy=f"`{self.words('list-jobs')}` shows what it waits for; then run this command again",
             ) from error
         if done.returncode:
-            said = (done.stderr or done.stdout).strip().partition("\n")[0]
-            raise SystemctlFailed(
-                f"the units were written, but `{shown}` failed: {said}",
-                remedy=self._remedy(words),
-                unit=next((word for word in words if word.startswith("agentctl-")), None),
-            )
+            said, failed = _what_failed(done.stderr or done.stdout)
+            unit = failed or next((word for word in words if word.startswith("agentctl-")), None)
+            raise SystemctlFailed(f"`{shown}` failed: {said}", remedy=self._remedy(words[0], unit), unit=unit)
 
-    def _remedy(self, words: tuple[str, ...]) -> str:
-        if words[0] != "daemon-reload":
-            scope = " --user" if self._user else ""
-            unit = next((word for word in words if word.startswith("agentctl-")), "agentctl-workers")
-            return f"`journalctl{scope} -u {unit}` tells why; put that right, then run this command again"
+    def _remedy(self, verb: str, unit: str | None) -> str:
+        if verb != "daemon-reload":
+            shown = f"journalctl{' --user' if self._user else ''} -u {unit or unit_files.POOL}"
+            return f"`{shown}` tells why; put that right, then run this command again"
         if self._user:
             return (
                 "this user's systemd cannot be reached: log in as the user (su and sudo start none), or, after "
@@ -98,6 +96,16 @@ class Systemctl:
                 "again"
             )
         return "see whether systemd runs here, and whether you are root; then run this command again"
+
+
+def _what_failed(text: str) -> tuple[str, str | None]:
+    """What `systemctl` says of a failure, and of which unit: between what it did, and advice for people."""
+    lines = text.strip().splitlines() or ["it does not say why"]
+    for line in lines:
+        if (found := re.match(r"Job for (\S+) failed", line)) is not None:
+            return line, found[1]
+    told = [line for line in lines if not line.startswith(("Created symlink", "Removed", "See "))]
+    return (told or lines)[-1], None
 
 
 def _said_by_the_unit(journal: str) -> Iterator[str]:

@@ -111,10 +111,15 @@ def _unwritable(place: str, database: Path, account: Account) -> EnvironmentFaul
             f"the user {user} may not enter {closed}, and the database {database} lies below it",
             remedy="choose another place with --db PATH, or another user with --run-as",
         )
-    what = "the folder of the database" if place == folder else "which belongs to the database"
+    if place == folder:
+        return EnvironmentFault(
+            f"the user {user} may not write to {folder}, the folder of the database",
+            remedy=f"`chown {user} {shlex.quote(folder)}` if it is there for the database alone, else choose another "
+            "place with --db PATH",
+        )
     return EnvironmentFault(
-        f"the user {user} may not read and write {place}, {what}",
-        remedy=f"`chown -R {user} {shlex.quote(folder)}`, or name the user who owns it with --run-as",
+        f"the user {user} may not read and write {place}, which belongs to the database",
+        remedy=f"`chown {user} {shlex.quote(str(database))}*`, or name the user who owns it with --run-as",
     )
 
 

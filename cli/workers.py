@@ -299,7 +299,10 @@ def workers_drain(settings: Settings, worker: str) -> None:
 @click.option("--hard", is_flag=True, help="End running commands instead of letting them finish.")
 @pass_settings
 def workers_stop(settings: Settings, hard: bool) -> None:
-    """Stop every pool that works on the database: they drain, or end at once with --hard."""
+    """Ask every pool that works on the database to stop: to drain, or with --hard to end running commands now.
+
+    This does not wait for the end; `agentctl workers list` shows who is left.
+    """
     from .pool import stop_pool
 
     with closing(open_store(settings)) as store:
@@ -320,7 +323,7 @@ def workers_stop(settings: Settings, hard: bool) -> None:
     def human(out: Printer) -> None:
         for process in told:
             who = f"{clean(process['name'])} ({process['processId']}), " if process["name"] else ""
-            out.line(f"{'ended' if hard else 'asked to stop'}: {who}pid {process['pid']}")
+            out.line(f"{'asked to end now' if hard else 'asked to stop'}: {who}pid {process['pid']}")
 
     Printer(settings).result("PoolStop", {"hard": hard, "signalled": told}, human)
 

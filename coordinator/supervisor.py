@@ -10,10 +10,12 @@ import contextlib
 import logging
 import multiprocessing
 import os
+import select
 import signal
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from multiprocessing import resource_tracker
 from multiprocessing.process import BaseProcess
 
 from agentctl.store.clock import Clock, IdSource
@@ -33,6 +35,9 @@ MAX_START_FAILURES = 5
 
 HARD_END_SECONDS = 5.0
 """How long workers have to end their effects hard before they are killed."""
+
+TRACKER_END_SECONDS = 2
+"""How long the end of the library's own helper is waited for."""
 
 LISTEN_SECONDS = 0.5
 """How often the heartbeats of children are looked at."""
@@ -274,6 +279,30 @@ class Supervisor:
     def all_retired(self) -> bool:
         """Whether every slot was drained by request."""
         return bool(self._slots) and all(slot.retired for slot in self._slots)
+
+
+def end_resource_tracker() -> None:
+    """End the helper that the library starts beside spawned children, and wait for it.
+
+    By itself it ends a moment after us, and a service manager would find, kill and log it as something left behind.
+    To be called when no child is left: a child holds its pipe open.
+    """
+    tracker = getattr(resource_tracker, "_resource_tracker", None)
+    pipe, pid = getattr(tracker, "_fd", None), getattr(tracker, "_pid", None)
+    if pipe is None or pid is None:
+        return
+    setattr(tracker, "_fd", None)  # noqa: B010 - names of the library's own, which no type knows
+    setattr(tracker, "_pid", None)  # noqa: B010
+    with contextlib.suppress(OSError):
+        os.close(pipe)
+        process = os.pidfd_open(pid)
+        try:
+            poller = select.poll()
+            poller.register(process, select.POLLIN)
+            poller.poll(TRACKER_END_SECONDS * 1000)
+        finally:
+            os.close(process)
+        os.waitpid(pid, os.WNOHANG)
 
 
 @contextlib.contextmanager

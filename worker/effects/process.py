@@ -21,7 +21,7 @@ import fcntl
 import os
 import signal
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from enum import StrEnum
@@ -554,14 +554,43 @@ def _spawn_fault(command: Command, error: OSError) -> TaskFault:
     if number == errno.ENOENT and os.path.isdir(command.cwd) and not os.path.lexists(path):
         return TaskFault("command_not_found", f"there is no program {name!r}", details=details)
     hint = ""
-    if number == errno.ENOENT:
-        hint = " (its working folder is gone)" if not os.path.isdir(command.cwd) else " (its interpreter is missing)"
+    if number in (errno.ENOENT, errno.EACCES) and not os.access(command.cwd, os.X_OK):
+        # Said of the folder: nothing of the program was looked at.
+        hint = f" ({_why_no_folder(command.cwd)})"
+    elif number == errno.ENOENT:
+        hint = " (its interpreter is missing)"
     return TaskFault(
         "spawn_failed",
         f"{name!r} could not be started: {os.strerror(number)}{hint}",
         retryable=number in _TRANSIENT,
         details=details,
     )
+
+
+def _why_no_folder(folder: str) -> str:
+    try:
+        with open("/proc/self/mountinfo", encoding="utf-8", errors="surrogateescape") as table:
+            hidden = hidden_by_unit(folder, table)
+    except OSError:
+        hidden = None
+    if hidden is not None:
+        return hidden
+    return "it may not enter its working folder" if os.path.isdir(folder) else "its working folder is gone"
+
+
+def hidden_by_unit(folder: str, mounts: Iterable[str]) -> str | None:
+    """What a unit of systemd has mounted in the place of a folder; `mounts` are the lines of `mountinfo`."""
+    place, source = "", ""
+    for line in mounts:
+        root, point = line.split(" ", 5)[3:5]
+        # Of two that are mounted in the same place the later one counts.
+        if len(point) >= len(place) and (folder == point or folder.startswith(point.rstrip("/") + "/")):
+            place, source = point, root
+    if "/systemd-private-" in source:
+        return f"its unit has a {place} of its own: `PrivateTmp=`, see systemd.md"
+    if source.endswith("/systemd/inaccessible/dir"):
+        return f"its unit hides {place}: `ProtectHome=` or `InaccessiblePaths=`, see systemd.md"
+    return None
 
 
 # -- what a process leaves behind ------------------------------------------------------------------
