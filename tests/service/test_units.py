@@ -11,12 +11,16 @@ import shutil
 import subprocess
 import tempfile
 from collections.abc import Mapping
+from multiprocessing import resource_tracker
 from pathlib import Path
 
 import pytest
 from agentctl.cli import install
-from agentctl.cli.unit_checks import closed_folder, problems
+from agentctl.cli.installed_units import Options, read
+from agentctl.cli.unit_checks import closed_folder, doubts, problems
 from agentctl.cli.unit_files import COORDINATOR, MARK, POOL, STOP_SLACK_SECONDS, WORKER, Site, quoted, units
+from agentctl.coordinator.supervisor import end_resource_tracker
+from agentctl.worker.effects.process import hidden_by_unit
 from support.children import wait_until
 from support.field import Field
 
@@ -136,11 +140,19 @@ printf '%s\\n' "$*" >> "$SAID"
 case "$*" in *"$FAILS"*) echo "Failed to connect to bus" >&2; exit 1;; esac
 """
 
+JOURNALCTL = """\
+#!/bin/sh
+echo '{"SYSLOG_IDENTIFIER": "systemd", "MESSAGE": "Starting it..."}'
+echo '{"SYSLOG_IDENTIFIER": "agentctl", "MESSAGE": "error: the disk is full"}'
+echo '{"SYSLOG_IDENTIFIER": "systemd", "MESSAGE": "Failed to start it."}'
+"""
+
 
 @pytest.fixture
 def systemd(field: Field) -> Path:
     """A folder in which a user's units lie, and a `systemctl` that writes down what it is told."""
     field.tool("systemctl", SYSTEMCTL)
+    field.tool("journalctl", JOURNALCTL)
     said = field.root / "said"
     said.touch()
     tools = field.root / "tools"
@@ -378,6 +390,7 @@ def root_site(**facts: object) -> Site:
         ({"database": "/tmp/runtime.db"}, "a /tmp of its own"),
         ({"writable": ("/var/tmp",)}, "a /tmp of its own"),
         ({"needs": ("/tmp/venv/bin/python",)}, "could not start agentctl"),
+        ({"database": "/proc/runtime.db"}, "unknown type"),
     ],
 )
 def test_system_units_that_could_not_work(facts: dict[str, object], word: str | None) -> None:
@@ -429,3 +442,212 @@ def test_only_a_mark_at_the_head_of_a_unit_counts(field: Field, systemd: Path) -
     assert (result.code, result.error["code"]) == (5, "conflict")
     assert (systemd / POOL).read_text() == own
     assert (field.root / "said").read_text() == ""
+
+
+# -- single workers and /tmp -------------------------------------------------------------------------------------------
+
+
+def test_single_workers_may_write_to_the_tmp_that_they_share() -> None:
+    """The root is read-only for a unit, and with `PrivateTmp=no` /tmp is a part of it."""
+    made = units(Site("/usr/bin/agentctl", "agentctl", "/srv/db/runtime.db", writable=("/srv/work", "/tmp/more")))
+    found = {name: settings(text) for name, text in made.items()}
+    assert found[WORKER]["PrivateTmp"] == ["no"]
+    assert found[WORKER]["ReadWritePaths"] == ["/tmp /var/tmp /srv/work /srv/db"]
+    assert found[COORDINATOR]["ReadWritePaths"] == ["/srv/db"]  # it starts no command
+
+
+def test_a_folder_in_the_tmp_that_single_workers_share_is_no_problem() -> None:
+    site = root_site(writable=("/tmp/of/somebody",))
+    assert problems(site, None, each=True) == []
+    assert "a pool's unit has a /tmp of its own" in problems(site, None, each=False)[0].message
+    (hidden,) = problems(root_site(database="/tmp/runtime.db"), None, each=True)
+    assert "the coordinator's unit has a /tmp of its own" in hidden.message
+
+
+# -- what is kept ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", [POOL, WORKER])
+@pytest.mark.parametrize(
+    "site",
+    [
+        Site("/usr/bin/agentctl", None),
+        Site("/a b/agentctl", "runner", '/50% "x"/a\'b/run time.db', 3, 7, writable=("/srv/a b", "/srv/c")),
+        Site("/x", "agentctl", None, 4, max_tasks=9, max_age="12h", max_rss="512M", writable=("/srv/work",)),
+    ],
+    ids=["user", "odd", "limits"],
+)
+def test_what_a_unit_was_made_from_can_be_read(name: str, site: Site) -> None:
+    assert read(name, units(site)[name], instances={f"agentctl-worker@{site.count}.service"}) == Options(
+        site.user,
+        site.database,
+        site.count,
+        site.drain_seconds,
+        site.max_tasks,
+        site.max_age,
+        site.max_rss,
+        site.writable,
+    )
+
+
+def test_what_a_command_does_not_say_is_kept(field: Field, systemd: Path) -> None:
+    place = field.root / "db2" / "runtime.db"
+    first = ("--db", place, "workers", "install", "--user", "-n", "4", "--max-rss", "512M", "--max-age", "12h")
+    assert field.json(*first).data["kept"] == []
+    without = {"AGENTCTL_DB": ""}
+    result = field.json("workers", "install", "--user", "-n", "3", env=without)
+    assert result.data["kept"] == ["--max-age", "12h", "--max-rss", "512M", "--db", str(place)]
+    assert result.data["databaseBefore"] is None
+    text = (systemd / POOL).read_text()
+    assert f"AGENTCTL_DB={place}" in text
+    assert " -n 3 " in text
+    assert "--max-age 12h --max-rss 512M" in text
+    shown = field("workers", "install", "--user", "--drain-seconds", "9", env=without).out
+    assert "kept from the units before: -n 3 " in shown
+    result = field.json("workers", "install", "--user", "--fresh", env=without)
+    assert (result.data["kept"], result.data["database"]) == ([], None)
+    assert result.data["databaseBefore"] == str(place)
+    assert " -n 8 --name pool --drain-seconds 30\n" in (systemd / POOL).read_text()
+
+
+def test_the_other_layout_keeps_the_same(field: Field, systemd: Path) -> None:
+    without = {"AGENTCTL_DB": ""}
+    place = field.root / "db2" / "runtime.db"
+    assert field.json("--db", place, "workers", "install", "--user", "-n", "3", "--max-tasks", "7").code == 0
+    wanted_by(systemd, POOL)
+    data = field.json("workers", "install", "--user", "--each", env={**without, "RUNNING": POOL}).data
+    assert (len(data["started"]), data["database"]) == (4, str(place))
+    assert "--max-tasks 7" in (systemd / WORKER).read_text()
+    running = {**without, "RUNNING": " ".join(data["started"])}
+    (systemd / "default.target.wants" / POOL).unlink()
+    data = field.json("workers", "install", "--user", "--each", "--max-tasks", "8", env=running).data
+    assert (len(data["started"]), data["database"]) == (4, str(place))
+    data = field.json("workers", "install", "--user", env=running).data  # the file of the pool is older
+    assert "--max-tasks 8" in (systemd / POOL).read_text()
+    assert data["kept"] == ["-n", "3", "--max-tasks", "8", "--db", str(place)]
+
+
+def test_the_same_database_by_another_name_changes_nothing(field: Field, systemd: Path) -> None:
+    home = {"HOME": str(field.root / "home"), "AGENTCTL_DB": ""}
+    assert field.json("workers", "install", "--user", env=home).data["database"] is None
+    place = field.root / "home/.local/state/agentctl/runtime.db"
+    again = {**home, "AGENTCTL_DB": str(place), "RUNNING": POOL}
+    data = field.json("workers", "install", "--user", env=again).data
+    assert (data["database"], data["databaseBefore"], data["restarted"]) == (None, None, [])
+
+
+def test_runs_of_a_database_that_is_left_are_told_of(field: Field, systemd: Path) -> None:
+    old, new = field.root / "old.db", field.root / "new.db"
+    document = field.workflow("one", [field.tick_task("t", idempotent=True)])
+    assert field.json("--db", old, "submit", document).code == 0
+    assert field.json("--db", old, "workers", "install", "--user").code == 0
+    result = field("--db", new, "workers", "install", "--user")
+    assert result.code == 0
+    assert f"the units worked on {old} before: one run has not ended there" in result.err
+    assert f"`agentctl --db {old} workers install --user` goes back" in result.err
+
+
+# -- a database that cannot be used ------------------------------------------------------------------------------------
+
+
+def test_a_database_that_the_user_of_the_units_cannot_write() -> None:
+    nobody = pwd.getpwnam("nobody")
+
+    def found(place: Path) -> list[str]:
+        site = Site("/usr/bin/agentctl", "nobody", str(place))
+        return [problem.message for problem in problems(site, nobody, each=False) if "/usr/bin" not in problem.message]
+
+    with tempfile.TemporaryDirectory() as made:
+        Path(made).chmod(0o755)
+        place = Path(made) / "folder" / "runtime.db"
+        place.parent.mkdir()
+        place.parent.chmod(0o755)
+        assert any("may not write to" in message for message in found(place))
+        place.parent.chmod(0o700)
+        assert any("may not enter" in message for message in found(place))
+        place.parent.chmod(0o777)
+        assert not any("may not" in message for message in found(place))
+        place.touch(mode=0o600)
+        assert any(f"may not read and write {place}" in message for message in found(place))
+        site = Site("/usr/bin/agentctl", "nobody", writable=(made,))
+        assert "may not write to" in doubts(site, nobody, each=False)[0]
+
+
+def test_units_of_a_user_with_an_impossible_database_are_not_written(field: Field, systemd: Path) -> None:
+    (field.root / "file").touch()
+    for place in ("/proc/1/state/runtime.db", field.root / "file" / "runtime.db"):
+        result = field.json("--db", place, "workers", "install", "--user")
+        assert (result.code, result.error["code"]) == (5, "environment")
+        shown = field("--db", place, "workers", "install", "--user", "--print")
+        assert (shown.code, "warning: " in shown.err) == (0, True)
+    assert not systemd.exists()
+    assert (field.root / "said").read_text() == ""
+
+
+# -- a start that fails ------------------------------------------------------------------------------------------------
+
+
+def test_units_that_worked_are_put_back_when_the_new_ones_do_not_start(field: Field, systemd: Path) -> None:
+    assert field.json("workers", "install", "--user", "-n", "2").code == 0
+    before = (systemd / POOL).read_text()
+    told(field)
+    result = field.json("workers", "install", "--user", "-n", "3", env={"RUNNING": POOL, "FAILS": "try-restart"})
+    assert result.code == 5
+    assert "error: the disk is full" in result.error["message"]
+    assert "systemd" not in result.error["message"].partition("\n")[2]
+    assert result.error["message"].endswith("the units from before are back, and work")
+    assert (systemd / POOL).read_text() == before
+    assert [path.name for path in systemd.iterdir()] == [POOL]
+    assert told(field) == [f"--user try-restart {POOL}", "--user daemon-reload", f"--user restart {POOL}"]
+
+
+def test_another_layout_that_does_not_start_leaves_the_one_that_works(field: Field, systemd: Path) -> None:
+    assert field.json("workers", "install", "--user", "-n", "2").code == 0
+    wanted_by(systemd, POOL)
+    told(field)
+    failing = {"RUNNING": POOL, "FAILS": "enable --now agentctl-coordinator"}
+    result = field.json("workers", "install", "--user", "-n", "1", "--each", env=failing)
+    assert result.code == 5
+    assert not (systemd / WORKER).exists()
+    assert not (systemd / COORDINATOR).exists()
+    new = f"{COORDINATOR} agentctl-worker@1.service"
+    assert told(field) == [f"--user enable --now {new}", f"--user disable --now {new}", "--user daemon-reload"]
+
+
+# -- beside the units --------------------------------------------------------------------------------------------------
+
+
+def test_the_helper_of_the_library_ends_with_the_pool() -> None:
+    """It would be left for a moment, and systemd would kill it, and log that, at every stop."""
+    resource_tracker.ensure_running()
+    pid = resource_tracker._resource_tracker._pid  # type: ignore[attr-defined]
+    end_resource_tracker()
+    with pytest.raises(ProcessLookupError):
+        os.kill(pid, 0)
+    end_resource_tracker()  # there is none
+    resource_tracker.ensure_running()  # and it can be started again
+
+
+MOUNTS = """\
+700 650 254:0 / / ro,relatime shared:1 - ext4 /dev/vda rw
+701 700 0:50 /tmp/systemd-private-0f-agentctl-workers.service-x1/tmp /tmp rw shared:2 - tmpfs tmpfs rw
+702 700 0:25 /systemd/inaccessible/dir /home ro shared:3 - tmpfs tmpfs rw
+703 700 254:0 /srv /srv rw shared:4 - ext4 /dev/vda rw
+704 703 254:0 /systemd-private-looks /srv/tmp rw shared:4 - ext4 /dev/vda rw
+"""
+
+
+@pytest.mark.parametrize(
+    ("folder", "word"),
+    [
+        ("/tmp/x", "a /tmp of its own"),
+        ("/tmp", "a /tmp of its own"),
+        ("/home/me/x", "hides /home"),
+        ("/homes/x", None),
+        ("/srv/x", None),
+        ("/", None),
+    ],
+)
+def test_what_a_unit_hides_is_told(folder: str, word: str | None) -> None:
+    said = hidden_by_unit(folder, MOUNTS.splitlines(keepends=True))
+    assert said is None if word is None else word in str(said)

@@ -556,7 +556,7 @@ def _spawn_fault(command: Command, error: OSError) -> TaskFault:
     hint = ""
     if number in (errno.ENOENT, errno.EACCES) and not os.access(command.cwd, os.X_OK):
         # Said of the folder: nothing of the program was looked at.
-        hint = f" ({_why_no_folder(command.cwd)})"
+        hint = f" ({_why_no_folder(command.cwd, number)})"
     elif number == errno.ENOENT:
         hint = " (its interpreter is missing)"
     return TaskFault(
@@ -567,7 +567,7 @@ def _spawn_fault(command: Command, error: OSError) -> TaskFault:
     )
 
 
-def _why_no_folder(folder: str) -> str:
+def _why_no_folder(folder: str, number: int) -> str:
     try:
         with open("/proc/self/mountinfo", encoding="utf-8", errors="surrogateescape") as table:
             hidden = hidden_by_unit(folder, table)
@@ -575,7 +575,7 @@ def _why_no_folder(folder: str) -> str:
         hidden = None
     if hidden is not None:
         return hidden
-    return "it may not enter its working folder" if os.path.isdir(folder) else "its working folder is gone"
+    return "its working folder is gone" if number == errno.ENOENT else "it may not enter its working folder"
 
 
 def hidden_by_unit(folder: str, mounts: Iterable[str]) -> str | None:
