@@ -163,8 +163,9 @@ def _of_the_old_database(database: Path, settings: Settings, site: Site, *, each
             left = [run for state in ("running", "paused") for run in views.list_runs(limit=1000, state=state)["runs"]]
     except NotFoundError:
         return f"{moved}, which is not there any more"
-    except AgentctlError as error:
-        return f"{moved}, and nobody drives what is left there; its runs cannot be read: {error.message}; {back}"
+    except (AgentctlError, OSError) as error:
+        why = error.message if isinstance(error, AgentctlError) else error.strerror
+        return f"{moved}, and nobody drives what is left there; its runs cannot be read: {why}; {back}"
     if not left:
         return f"{moved}; no run is left there"
     number = "one run has" if len(left) == 1 else f"{len(left)} runs have"

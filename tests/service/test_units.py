@@ -545,6 +545,9 @@ def test_runs_of_a_database_that_is_left_are_told_of(field: Field, systemd: Path
     assert result.code == 0
     assert f"the units worked on {old} before: one run has not ended there" in result.err
     assert f"`agentctl --db {old} workers install --user` goes back" in result.err
+    new.mkdir()  # what cannot be read is no reason to fail after all is done
+    result = field("--db", old, "workers", "install", "--user")
+    assert (result.code, "its runs cannot be read" in result.err) == (0, True)
 
 
 # -- a database that cannot be used ------------------------------------------------------------------------------------
