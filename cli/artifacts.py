@@ -29,7 +29,7 @@ def artifacts() -> None:
 @click.option("--task", "task_id", metavar="TASK", help="Only those of one task of that run.")
 @pass_settings
 def artifacts_list(settings: Settings, run_name: str | None, task_id: str | None) -> None:
-    """References of runs to stored bytes. Without --run all of them, and with JSON output all blobs, too."""
+    """References of runs to stored bytes. Without --run all of them, and blobs to which nothing refers."""
     if task_id is not None and run_name is None:
         raise UsageError("--task belongs to a --run", remedy="`agentctl artifacts list --run RUN --task TASK`")
     with closing(open_store(settings)) as store:
@@ -40,15 +40,21 @@ def artifacts_list(settings: Settings, run_name: str | None, task_id: str | None
         data: dict[str, Any] = {"runId": run_id, "taskId": task_id, "references": found}
         if run_id is None:
             data["blobs"] = store.artifacts.stored()
+        now = store.clock.now()
 
     def human(out: Printer) -> None:
-        if not found:
+        free = [item for item in data.get("blobs", ()) if not item["references"]]
+        if not found and not free:
             out.line("no artifacts")
             return
         rows = [
             (item["digest"][7:19], size(item["sizeBytes"]), item["taskId"], item["path"], item["runId"])
             for item in found
         ]
+        for item in free:
+            until = item["leasedUntil"]
+            why = f"leased until {when(until)}" if until is not None and until > now else "nothing refers to it"
+            rows.append((item["digest"][7:19], size(item["sizeBytes"]), "", "", f"({why})"))
         out.table(("DIGEST", "SIZE", "TASK", "PATH", "RUN"), rows)
 
     Printer(settings).result("ArtifactList", data, human)

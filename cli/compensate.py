@@ -12,7 +12,17 @@ from agentctl.store.faults import Faults
 from .main import Settings, Verb, pass_settings
 from .recovery import EXIT_BLOCKED, workspace_of
 from .render import Printer, clean, counted, give_up_stdout, warn
-from .run import ACTOR, EXIT_BY_STATE, foreground, open_store, signals_held, timeout_option, views_of, workers_option
+from .run import (
+    ACTOR,
+    EXIT_BY_STATE,
+    Deadline,
+    foreground,
+    open_store,
+    signals_held,
+    timeout_option,
+    views_of,
+    workers_option,
+)
 
 if TYPE_CHECKING:
     from agentctl.coordinator.compensation import CompensationPlan
@@ -41,7 +51,7 @@ def compensate(
     workspace: str | None,
     only_plan: bool,
     workers: int | None,
-    timeout: float | None,
+    timeout: Deadline | None,
 ) -> None:
     """Undo what a run that has ended has done, by what its tasks declare under `compensate`.
 
@@ -131,16 +141,19 @@ def _outcome(store: Store, found: CompensationPlan, run_id: str | None) -> dict[
     if run_id is not None:
         run = store.get_run(run_id)
         data |= {"traceId": run.trace_id, "state": run.state, "reason": run.reason}
-        for task, state in Compensations(store.database, store.clock).tasks_by_state(run_id):
+        compensations = Compensations(store.database, store.clock)
+        for task, state in compensations.tasks_by_state(run_id):
             if state == "succeeded":
                 data["compensatedTasks"].append(task)
             elif state in ("failed", "cancelled"):
                 data["failedTasks"].append(task)
         views = views_of(store)
         status = views.status(run_id)
+        undone = compensations.undone_by(run_id)
         data["failures"] = [
-            {"taskId": item["taskId"].removeprefix(INVERSE), "error": item["error"]}
+            {"taskId": task, "error": item["error"], "undone": task in undone}
             for item in views.failures(run_id, limit=SHOWN)[0]
+            for task in (item["taskId"].removeprefix(INVERSE),)
         ]
         data |= {name: status[name] for name in ("uncertainEffects", "pendingApprovals")}
     return data
@@ -204,11 +217,13 @@ def _outcome_for_people(out: Printer, data: dict[str, Any], tasks: tuple[str, ..
         why = f" ({data['reason']})" if data["reason"] else ""
         done = counted(len(data["compensatedTasks"]), "task")
         out.line(f"{data['runId']} {out.state(data['state'])}{why}: {done} of {source} undone")
-        reasons = {item["taskId"]: item["error"] or {} for item in data["failures"]}
+        reasons = {item["taskId"]: item for item in data["failures"]}
         for task in data["failedTasks"][:SHOWN]:
-            fault = reasons.get(task)
+            found = reasons.get(task, {})
+            fault = found.get("error")
             said = "" if not fault else f": {fault.get('code', 'failed')}: {clean(fault.get('message', ''))}"
-            out.line(f"  not undone: {clean(task)}{said}")
+            what = "undone, though its inverse task has failed" if found.get("undone") else "not undone"
+            out.line(f"  {what}: {clean(task)}{said}")
         for effect in data["uncertainEffects"][:SHOWN]:
             name = clean(effect["taskId"].removeprefix(INVERSE))
             out.line(f"  nobody knows whether {name} was undone: effect {effect['effectId']}, {effect['operation']}")

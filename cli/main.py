@@ -259,6 +259,10 @@ _VERBS: dict[str, tuple[str, str, str]] = {
 }
 
 
+_SERVICES = ("workers", "worker", "coordinator", "metrics")
+"""What runs until it is told to end: its manager takes death by SIGTERM for a clean end."""
+
+
 class _Program(VerbGroup):
     def list_commands(self, ctx: click.Context) -> list[str]:
         return list(_VERBS)
@@ -267,6 +271,9 @@ class _Program(VerbGroup):
         entry = _VERBS.get(cmd_name)
         if entry is None:
             return None
+        if cmd_name not in _SERVICES and signal.getsignal(signal.SIGTERM) == signal.SIG_DFL:
+            # As an interrupt (seed), until the verb has its own way to end.
+            signal.signal(signal.SIGTERM, lambda number, frame: os._exit(EXIT_INTERRUPTED))
         command: click.Command = getattr(import_module(f"{__package__}.{entry[0]}"), entry[1])
         return command
 

@@ -35,6 +35,8 @@ from .requests import coordinator_is_live, is_alive
 if TYPE_CHECKING:
     from agentctl.coordinator.supervisor import Supervisor
 
+    from .run import Deadline
+
 log = logging.getLogger(__name__)
 
 NO_WORKER_SECONDS = 2.0
@@ -87,16 +89,16 @@ def run_in_foreground(
     workers: int | None,
     on_change: Callable[[], None] | None,
     plan: Plan | None = None,
-    timeout: float | None = None,
-) -> None:
+    timeout: Deadline | None = None,
+) -> bool:
     """Drive a run until it is no longer `running`, or follow it while another process drives it.
 
     Uses live workers if there are any, else a private pool of `workers` (default: what `maxConcurrency` and the
-    machine's processors allow). SIGINT, SIGTERM and the end of `timeout` seconds cancel the run; this returns when that
-    is done.
+    machine's processors allow). SIGINT, SIGTERM and the end of `timeout` cancel the run; this returns when that is
+    done: whether a signal has come.
     """
     try:
-        _Foreground(path, run_id, workers, on_change, plan, timeout).run(resume)
+        return _Foreground(path, run_id, workers, on_change, plan, timeout).run(resume)
     except EnvironmentFault as fault:
         # The run exists: to run the file again would do what is done a second time.
         fault.run_id = run_id
@@ -117,14 +119,14 @@ class _Foreground:
         workers: int | None,
         on_change: Callable[[], None] | None,
         plan: Plan | None,
-        timeout: float | None,
+        timeout: Deadline | None,
     ) -> None:
         process_identity.drop_markers()
         yield_gently()
         self._stop = StopSignal()
         self._clock = SystemClock()
-        self._timeout = timeout or 0.0
-        self._give_up_at = None if timeout is None else self._clock.monotonic() + timeout
+        self._timeout = 0.0 if timeout is None else timeout.seconds
+        self._give_up_at = None if timeout is None else timeout.at
         self._ids = SystemIds(self._clock)
         self._timing = Timing.from_environment()
         self._path = path
@@ -150,12 +152,12 @@ class _Foreground:
             adopts=False,
         )
 
-    def run(self, resume: bool) -> None:
+    def run(self, resume: bool) -> bool:
         try:
             while True:
                 run = self._store.get_run(self._run_id)
                 if run.ended_at is not None or (run.state == "paused" and not resume):
-                    return
+                    return self._stop.received > 0
                 trace_id = self._ids.new_id("trace") if resume else None
                 if self._may_take(run) and self._coordinator.take(
                     run, resume=resume, plan=self._plan, actor="cli-user", trace_id=trace_id

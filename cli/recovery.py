@@ -23,6 +23,7 @@ from .render import SHOWN_ENTRIES, Printer, clean, counted, show_list, warn, war
 from .run import (
     ACTOR,
     EXIT_BY_STATE,
+    Deadline,
     foreground,
     open_store,
     outcome_for_people,
@@ -61,7 +62,7 @@ class Asked:
     vars_files: tuple[str, ...]
     var_pairs: tuple[str, ...]
     workers: int | None
-    timeout: float | None
+    timeout: Deadline | None
 
 
 def _recovery_options(function: Callable[..., None]) -> Callable[..., None]:
@@ -318,7 +319,7 @@ def fork(
     interactive: bool,
     only_plan: bool,
     workers: int | None,
-    timeout: float | None,
+    timeout: Deadline | None,
 ) -> None:
     """Run the stored workflow of another run once more, from its start, in a new run linked to it.
 

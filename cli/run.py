@@ -12,7 +12,7 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn, TypeAlias
+from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn, TypeAlias
 
 import click
 from agentctl.store.errors import AgentctlError, AlreadyTerminal, PolicyError, UsageError
@@ -103,10 +103,25 @@ workers_option = click.option(
 )
 
 
+class Deadline(NamedTuple):
+    """A limit for the whole command: what it was given (seconds), and when that is over (monotonic seconds)."""
+
+    seconds: float
+    at: float
+
+
+def _begin_deadline(context: click.Context, parameter: click.Parameter, value: float | None) -> Deadline | None:
+    # From the reading of the line on: what comes before the run (a wait for others that write) counts as well.
+    from agentctl.store.clock import SystemClock
+
+    return None if value is None else Deadline(value, SystemClock().monotonic() + value)
+
+
 timeout_option = click.option(
     "--timeout-seconds",
     "timeout",
     type=Seconds(min=0, min_open=True),
+    callback=_begin_deadline,
     metavar="S",
     help="Cancel the run when it is not over after S seconds (exit 130).",
 )
@@ -220,7 +235,7 @@ def run(
     priority: int,
     idempotency_key: str | None,
     workers: int | None,
-    timeout: float | None,
+    timeout: Deadline | None,
     check: bool,
     diff: bool,
     interactive: bool,
@@ -379,7 +394,7 @@ def resume(
     run_name: str,
     only_plan: bool,
     workers: int | None,
-    timeout: float | None,
+    timeout: Deadline | None,
 ) -> None:
     """Go on with a run that is paused or that nobody drives, and wait for its end.
 
@@ -522,7 +537,7 @@ def foreground(
     resume: bool = False,
     workers: int | None,
     plan: Plan | None = None,
-    timeout: float | None = None,
+    timeout: Deadline | None = None,
     outcome: Callable[[Printer, Store, str], int] | None = None,
 ) -> int:
     """Drive a run here until it is over or paused, with progress; the exit code.
@@ -536,6 +551,7 @@ def foreground(
 
     printer = Printer(settings)
     follower = None
+    stopped = False
     try:
         try:
             if not settings.json:
@@ -557,7 +573,7 @@ def foreground(
             plan=plan,
             timeout=timeout,
         )
-        _compensate_failed(settings, store, run_id, workers)
+        stopped = _compensate_failed(settings, store, run_id, workers)
     except KeyboardInterrupt:
         # The signal came before the foreground obeyed signals. A run that was only to be resumed stays as it was.
         if resume:
@@ -568,19 +584,21 @@ def foreground(
         if follower is not None:
             follower.close()
     try:
-        return (outcome or print_outcome)(printer, store, run_id)
+        code = (outcome or print_outcome)(printer, store, run_id)
     except OSError as error:
         give_up_stdout(settings, error)
-        return EXIT_BY_STATE[views_of(store).state(run_id)]
+        code = EXIT_BY_STATE[views_of(store).state(run_id)]
+    return EXIT_INTERRUPTED if stopped else code
 
 
-def _compensate_failed(settings: Settings, store: Store, run_id: str, workers: int | None) -> None:
+def _compensate_failed(settings: Settings, store: Store, run_id: str, workers: int | None) -> bool:
     """Carry out the automatic compensation of a run that has failed, if it declares one (contract 5.7).
 
-    The command tells of the failed run; a compensation that cannot be started is still due, and said to be.
+    The command tells of the failed run; a compensation that cannot be started is still due, and said to be. Returns
+    whether a signal has ended the compensation.
     """
     if store.get_run(run_id).state != "failed":
-        return
+        return False
     from agentctl.store.compensations import Compensations
 
     compensations = Compensations(store.database, store.clock)
@@ -604,8 +622,9 @@ def _compensate_failed(settings: Settings, store: Store, run_id: str, workers: i
                 _require_offline(store, started)
             except AgentctlError as error:
                 warn(settings, f"the compensation {started} does not go on: {error.message}")
-                return
-        run_in_foreground(settings.database, started, resume=False, workers=workers, on_change=None)
+                return False
+        return run_in_foreground(settings.database, started, resume=False, workers=workers, on_change=None)
+    return False
 
 
 def _follow(settings: Settings, run_name: str, *, show: bool, timeout: float | None) -> int:
@@ -613,7 +632,9 @@ def _follow(settings: Settings, run_name: str, *, show: bool, timeout: float | N
     import signal
 
     # The display has to be taken away before the program leaves.
-    signal.signal(signal.SIGINT, signal.default_int_handler)
+    for number in (signal.SIGINT, signal.SIGTERM):
+        if signal.getsignal(number) is not signal.SIG_IGN:
+            signal.signal(number, _interrupt)
     with closing(open_store(settings)) as store:
         views = views_of(store)
         run_id = views.find_run(run_name)

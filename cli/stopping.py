@@ -21,7 +21,7 @@ def tidy() -> Iterator[None]:
     """Let signals end the block by an exception instead of ending the process, and end the process after it.
 
     Only the first signal counts: a second one would hit the cleaning up. The process ends as without this: 130 after
-    an interrupt, by the signal itself after the others. What is ignored (nohup) stays ignored.
+    SIGINT and SIGTERM, by the signal itself after a hang-up. What is ignored (nohup) stays ignored.
     """
     asked: list[int] = []
 
@@ -44,7 +44,7 @@ def tidy() -> Iterator[None]:
 
 
 def _end(number: int) -> None:
-    if number == signal.SIGINT:
+    if number != signal.SIGHUP:
         os._exit(EXIT_INTERRUPTED)
     signal.signal(number, signal.SIG_DFL)
     os.kill(os.getpid(), number)

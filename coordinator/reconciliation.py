@@ -17,6 +17,8 @@ from agentctl.store.errors import PolicyError, UsageError
 from agentctl.store.policy import Policy, decide_effect, policy_name_of
 from agentctl.store.records import NewReconciliation, ProtocolNote
 
+from .plan import Plan
+
 CAPABILITY = "effect_reconciliation"
 
 
@@ -50,6 +52,7 @@ def reconcile(store: Store, effect: dict[str, Any], conclusion: Conclusion, ids:
     _check_words(conclusion)
     _check_result(conclusion, request["operation"])
     usage = _check_step(store, request, conclusion)
+    _check_contract(store, request, conclusion)
     authorization = _authorize(store, request, conclusion)
     evidence = conclusion.evidence
     if evidence is None:
@@ -142,7 +145,26 @@ def _check_step(store: Store, request: dict[str, Any], conclusion: Conclusion) -
     if tool is None:
         raise UsageError(f"the run has no tool {name!r}, so nobody can tell whether this is a result of it")
     _check_schema(conclusion.result, tool["outputSchema"], f"the outputSchema of the tool {name!r}")
-    return {"toolCalls": 1}
+    return None  # what it has printed nobody knows: all that was reserved counts
+
+
+def _check_contract(store: Store, request: dict[str, Any], conclusion: Conclusion) -> None:
+    """The result of a task's own effect fits what the task declares: others go on with it, and it cannot be taken back.
+
+    What a remote peer has answered (`protocol`) is recorded as it is, and the task fails if it does not fit.
+    """
+    if not conclusion.has_result or conclusion.protocol is not None:
+        return
+    plan = Plan.from_json(loads(store.run_documents(request["runId"]).plan_json))
+    task = plan.tasks[request["taskId"]]
+    if task.uses_kind != "action":
+        return
+    if task.action_kind == "extension.process":
+        declared = plan.actions[task.uses_name].get("outputSchema")
+        if declared is not None:
+            _check_schema(conclusion.result, declared, f"the outputSchema of the action {task.uses_name!r}")
+    if task.output_schema is not None:
+        _check_schema(conclusion.result, task.output_schema, f"the outputSchema of the task {task.id!r}")
 
 
 def _authorize(store: Store, request: dict[str, Any], conclusion: Conclusion) -> dict[str, Any]:

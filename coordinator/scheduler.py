@@ -43,6 +43,11 @@ _CONTRACTS = {
     "subworkflow_aggregate": "the outputs of the sub-workflow do not fit outputSchema",
 }
 
+MAX_INPUT_CHARACTERS = 32 << 20
+MAX_AGGREGATE_CHARACTERS = 256 << 20
+"""How long a rendered input, and the output of an aggregate or of a run, may be as JSON. A value that grows with each
+iteration of a loop would otherwise take the memory of the process that drives all runs."""
+
 HELD_WINDOW = 256
 """How many attempts of a run may wait for budget before no further ones are tried: each try costs a claim."""
 
@@ -276,6 +281,10 @@ class Scheduler:
             self._final(position, "failed" if late else "cancelled", None, error, batch, origin)
             return
         retryable = bool(error.get("retryable"))
+        if retryable and done.bound and done.outcome == "failed":
+            # Its effect has succeeded, and what failed came after it: another attempt would do it once more.
+            retryable = False
+            error = {**error, "retryable": False}
         if done.outcome == "uncertain":
             repeatable = (
                 done.effect_class is not None
@@ -588,7 +597,7 @@ class Scheduler:
                 text = self._aggregate(position)
             else:
                 rendered = self.index.input(position)(scope)
-                rendered_text = canonical(rendered)
+                rendered_text = _bounded(canonical(rendered), MAX_INPUT_CHARACTERS, "the input")
                 said = self._instructions(position, scope)
                 digest = self._input_digest(position, _told(rendered_text, said), own, snapshot)
                 if not self.index.effect_free(position):
@@ -605,7 +614,11 @@ class Scheduler:
                     what = _CONTRACTS.get(task.uses_kind, "the output does not fit outputSchema")
                     raise TaskFault("output_contract", f"{what}: {problem}")
             self._final(position, "succeeded", text, None, batch, origin, input_digest=digest, decision=decision)
-        except TaskFault as fault:
+        except (TaskFault, MemoryError) as raised:
+            if isinstance(raised, MemoryError):
+                # The frames hold what was being made, and saying so needs memory as well.
+                raised.__traceback__ = None
+            fault = raised if isinstance(raised, TaskFault) else _no_memory()
             error = fault.as_json()
             if self._check is not None and not self._check.is_certain(position, error, because=because):
                 open_ends = self._check.unknown_children(position) if because == "loop" else []
@@ -725,7 +738,9 @@ class Scheduler:
         count = ""
         if self.index.tasks[position].uses_kind == "loop_aggregate":
             count = f',"iterations":{sum(self.state[child] != "skipped" for child in children)}'
-        return '{"items":[' + ",".join(items) + f"]{count}}}"
+        return _bounded(
+            '{"items":[' + ",".join(items) + f"]{count}}}", MAX_AGGREGATE_CHARACTERS, "the outputs of its children"
+        )
 
     # -- memory and digests ----------------------------------------------------------------------------------------
 
@@ -795,6 +810,9 @@ class Scheduler:
                 output = self._run_output()
             except TaskFault as fault:
                 problem = fault
+            except MemoryError as exhausted:
+                exhausted.__traceback__ = None
+                problem = _no_memory()
         if failed:
             first = failed[0]
             if first not in self._error:
@@ -827,7 +845,7 @@ class Scheduler:
             )
             if self._check is not None:
                 return canonical(self._check.run_output(self.index.plan.outputs, scope))
-            return canonical(self.index.outputs(scope))
+            return _bounded(canonical(self.index.outputs(scope)), MAX_AGGREGATE_CHARACTERS, "the output of the run")
         missing = [p for p, digest in enumerate(self.digest) if digest is not None and p not in self._text]
         if missing:
             self._fetch(missing)
@@ -867,6 +885,20 @@ class _FinalMemory(Mapping[str, Any]):
 
     def __len__(self) -> int:
         return sum(1 for _ in self)
+
+
+def _bounded(text: str, most: int, what: str) -> str:
+    if len(text) > most:
+        raise TaskFault(
+            "too_large",
+            f"{what} would have {len(text):,} characters as JSON, {most:,} are possible; large data belongs in files",
+            details={"characters": len(text), "limit": most},
+        )
+    return text
+
+
+def _no_memory() -> TaskFault:
+    return TaskFault("too_large", "there is not enough memory for its values; large data belongs in files")
 
 
 def backoff_ms(policy: RetryPolicy, attempt: int, uniform: float, error: dict[str, Any]) -> int:

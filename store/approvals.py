@@ -132,6 +132,7 @@ def resolve(
     if version > APPROVAL_FORMAT_VERSION:
         raise IncompatibleVersion(f"approval {approval_id} has format {version}; upgrade agentctl", run_id=run_id)
     run = runs.get(tx, run_id)
+    runs.refuse_future_records(tx, run_id)
     if status != "pending":
         because = f": {why}" if why else ""
         raise ConflictError(

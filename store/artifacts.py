@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from hashlib import sha256
@@ -186,6 +186,21 @@ class Artifacts:
                 )
                 return replace(done, outcome="failed", error_json=canonical(fault.as_json()), artifacts_json=None)
         return done
+
+    def require_sound(self, manifests: Iterable[str | None], *, of: str | None) -> None:
+        """Raise `ConflictError` unless the bytes of all artifacts of these manifests are there and what they were."""
+        wanted = {
+            (item["digest"], item["sizeBytes"]): item["path"] for text in manifests for item in json.loads(text or "[]")
+        }
+        for (digest, size), path in wanted.items():
+            state = self.blobs.check(digest, size)
+            if state != "ok":
+                raise ConflictError(
+                    f"the stored bytes of {path!r} are {state} now, which they were not when this was planned; "
+                    "nothing was created",
+                    remedy="plan it again: the same command does",
+                    run_id=of,
+                )
 
     # -- recovery --------------------------------------------------------------------------------------------------
 

@@ -29,7 +29,8 @@ def commit_batch(
         )
     if batch.readies:
         tx.executemany(
-            "UPDATE tasks SET state = 'ready', decision_json = ?, input_digest = ?, retry_at = NULL, updated_at = ? "
+            "UPDATE tasks SET state = 'ready', decision_json = COALESCE(?, decision_json), input_digest = ?, "
+            "retry_at = NULL, updated_at = ? "
             "WHERE task_no = ?",
             [(decision, digest, now, first + position) for decision, digest, position in batch.readies],
         )

@@ -277,6 +277,19 @@ class Compensations:
             mapping = loads(runs.documents(tx, run_id).inputs_json)[MAPPING]
             return [(mapping[row.task_id]["sourceTaskId"], row.state) for row in runs.task_rows(tx, run)]
 
+    def undone_by(self, run_id: str) -> set[str]:
+        """Source tasks of which a compensation run has undone an effect, whatever became of its own task."""
+        with self._database.read() as tx:
+            run = runs.get(tx, run_id)
+            mapping = loads(runs.documents(tx, run_id).inputs_json)[MAPPING]
+            found = tx.execute(
+                "SELECT DISTINCT e.task_id FROM effect_reconciliations c "
+                "JOIN effects e ON e.effect_id = c.compensation_effect_id "
+                "WHERE c.run_id = ? AND c.status = 'compensated' AND e.run_id = ?",
+                (run.source_run_id, run_id),
+            )
+            return {mapping[task_id]["sourceTaskId"] for (task_id,) in found if task_id in mapping}
+
 
 # -- inside a transaction ----------------------------------------------------------------------------------------------
 

@@ -6,7 +6,7 @@ may have happened. A final status never changes; the database refuses it.
 
 from __future__ import annotations
 
-from . import approvals, conversations, holds, ledger, long_term, protocols, reconciliations, seals
+from . import approvals, conversations, holds, ledger, long_term, protocols, reconciliations, seals, standing
 from .canonical import canonical
 from .database import Connection, all_rows
 from .errors import ConflictError, IncompatibleVersion, LeaseLost
@@ -39,7 +39,7 @@ def start(
     row = tx.execute(
         "SELECT a.state, a.delivery, a.holder, a.run_id, a.task_id, a.number, r.state, r.cancel_requested_at, "
         "r.pause_requested_at, r.deadline_at, r.trace_id, r.runtime_state_version, r.plan_format_version, "
-        "e.effect_id, e.format_version, e.status, e.result_json, e.error_json, e.dispatches "
+        "e.effect_id, e.format_version, e.status, e.result_json, e.error_json, e.dispatches, e.idempotency_key "
         "FROM attempts a JOIN runs r USING (run_id) "
         "LEFT JOIN effects e ON e.attempt_id = a.attempt_id AND e.ordinal = ? WHERE a.attempt_id = ?",
         (request.ordinal, fence.attempt_id),
@@ -50,7 +50,7 @@ def start(
     check_versions(run_id, row[11], row[12])
     events: list[Event] = []
     overdrawn = None if previous is None else end(tx, run_id, task_id, previous, events, now=now)
-    effect_id, version, status, result_json, error_json, dispatches = row[13:]
+    effect_id, version, status, result_json, error_json, dispatches, key = row[13:]
     existing = effect_id is not None
     if existing:
         if version > EFFECT_FORMAT_VERSION:
@@ -61,17 +61,19 @@ def start(
                 run_id=run_id,
             )
         if status in ("succeeded", "failed", "cancelled", "uncertain"):
-            if status == "uncertain":
-                said = reconciliations.latest(tx, request.effect_id)
-                if said is not None and said[1] == "applied":
-                    return RecordedEffect("succeeded", said[2], None, reconciled=True), run_id, events
+            said = reconciliations.latest(tx, request.effect_id)
+            if said is not None and said[1] == "compensated":
+                undone = standing.undone_fault(request.effect_id, request.operation)
+                return RecordedEffect("failed", None, canonical(undone.as_json())), run_id, events
+            if said is not None and said[1] == "applied" and status == "uncertain":
+                return RecordedEffect("succeeded", said[2], None, reconciled=True), run_id, events
             return RecordedEffect(status, result_json, error_json), run_id, events
         if status == "started":
             raise LeaseLost(f"effect {effect_id} is in flight already")
         if status == "waiting_for_approval":
             raise LeaseLost(f"effect {effect_id} waits for an approval")
     else:
-        dispatches = 0
+        dispatches, key = 0, _key_of(tx, fence, request, number)
     if run_state != "running" or cancelled is not None:
         return StartRefused("cancel_requested"), run_id, events
     if paused is not None:
@@ -82,7 +84,7 @@ def start(
         return StartRefused("budget", overdrawn), run_id, events
     if request.approval is not None:
         if not existing:
-            _insert(tx, fence, request, run_id, task_id, number, trace_id, "waiting_for_approval", now)
+            _insert(tx, fence, request, key, run_id, task_id, number, trace_id, "waiting_for_approval", now)
             events.append(_requested(request, task_id, trace_id, now))
             answer = approvals.ask(tx, fence, request, run_id, task_id, trace_id, events, now=now)
             return answer, run_id, events
@@ -95,12 +97,12 @@ def start(
             events.append(holds.hold(tx, fence, "budget", task_state="ready", units=units, now=now))
             return AttemptHeld("budget"), run_id, events
         if not existing:
-            _insert(tx, fence, request, run_id, task_id, number, trace_id, "requested", now)
+            _insert(tx, fence, request, key, run_id, task_id, number, trace_id, "requested", now)
             events.append(_requested(request, task_id, trace_id, now))
         events.append(ledger.record_exceeded(tx, run_id, task_id, denied, "budget.exceeded", now=now))
         return StartRefused("budget", denied), run_id, events
     if not existing:
-        _insert(tx, fence, request, run_id, task_id, number, trace_id, "started", now)
+        _insert(tx, fence, request, key, run_id, task_id, number, trace_id, "started", now)
         events.append(_requested(request, task_id, trace_id, now))
     else:
         tx.execute(
@@ -109,13 +111,29 @@ def start(
         )
     conversations.begin_call(tx, request, run_id, task_id, now=now)
     events.append(Event("effect.started", task_id, f'{{"dispatch":{dispatch},"effectId":"{request.effect_id}"}}'))
-    return StartedEffect(dispatch), run_id, events
+    return StartedEffect(dispatch, None if key == request.effect_id else key), run_id, events
+
+
+def _key_of(tx: Connection, fence: Fence, request: EffectRequest, number: int) -> str:
+    """The idempotency key of a new effect: its id (contract 5.1), but for one that repeats a `keyed` effect of an
+    earlier attempt whose end nobody knows. Only under the same key can the other side tell that it is the same."""
+    if number == 1 or request.idempotency != "keyed":
+        return request.effect_id
+    row = tx.execute(
+        "SELECT e.idempotency_key FROM attempts a JOIN attempts o ON o.task_no = a.task_no AND o.number < a.number "
+        "JOIN effects e ON e.attempt_id = o.attempt_id WHERE a.attempt_id = ? AND e.ordinal = ? AND e.operation = ? "
+        "AND e.input_digest = ? AND e.idempotency = 'keyed' AND e.status = 'uncertain' AND NOT EXISTS "
+        "(SELECT 1 FROM effect_reconciliations c WHERE c.effect_id = e.effect_id) ORDER BY o.number DESC LIMIT 1",
+        (fence.attempt_id, request.ordinal, request.operation, request.input_digest),
+    ).fetchone()
+    return request.effect_id if row is None else str(row[0])
 
 
 def _insert(
     tx: Connection,
     fence: Fence,
     request: EffectRequest,
+    key: str,
     run_id: str,
     task_id: str,
     number: int,
@@ -127,8 +145,8 @@ def _insert(
     tx.execute(
         "INSERT INTO effects (effect_id, format_version, run_id, task_id, attempt_id, attempt, ordinal, operation, "
         "effect_class, risk, idempotency, idempotency_key, input_digest, input_json, expected_json, trace_id, "
-        "status, dispatches, requested_at, started_at) "
-        "VALUES (?,?,?,?,?,?,?,?,?,?,?,?,?,?,?,?,?,?,?,?)",
+        "status, dispatches, requested_at, started_at, estimate_json) "
+        "VALUES (?,?,?,?,?,?,?,?,?,?,?,?,?,?,?,?,?,?,?,?,?)",
         (
             request.effect_id,
             EFFECT_FORMAT_VERSION,
@@ -141,7 +159,7 @@ def _insert(
             request.effect_class,
             request.risk,
             request.idempotency,
-            request.effect_id,
+            key,
             request.input_digest,
             request.input_json,
             request.expected_json,
@@ -150,12 +168,18 @@ def _insert(
             1 if started else 0,
             now,
             now if started else None,
+            _estimate(request),
         ),
     )
 
 
+def _estimate(request: EffectRequest) -> str | None:
+    return canonical(request.estimate) if request.estimate else None
+
+
 def _requested(request: EffectRequest, task_id: str, trace_id: str, now: int) -> Event:
-    said = seals.seal((request.effect_class, request.risk, request.idempotency, request.expected_json, trace_id, now))
+    words = (request.effect_class, request.risk, request.idempotency, request.expected_json, trace_id, now)
+    said = seals.seal(seals.with_estimate(words, _estimate(request)))
     return Event(
         "effect.requested",
         task_id,
@@ -297,7 +321,8 @@ def abandon(tx: Connection, attempt_ids: list[int], events: list[Event], *, now:
 
 
 def recorded(tx: Connection, attempt_id: int) -> dict[int, RecordedStep]:
-    """Steps of an attempt whose result is known, by ordinal: confirmed, or reconciled as applied (contract 5.3).
+    """Steps of an attempt whose result is known, by ordinal: confirmed, or reconciled as applied, or undone since
+    (contract 5.3).
 
     Raises `IncompatibleVersion`.
     """
@@ -311,12 +336,13 @@ def recorded(tx: Connection, attempt_id: int) -> dict[int, RecordedStep]:
     ):
         if version > EFFECT_FORMAT_VERSION:
             raise IncompatibleVersion(f"effect {effect_id} has format {version}; upgrade agentctl")
-        if status == "uncertain":
-            said = reconciliations.latest(tx, effect_id)
-            if said is None or said[1] != "applied":
-                continue
+        said = reconciliations.latest(tx, effect_id)
+        conclusion = None if said is None else said[1]
+        if status == "uncertain" and conclusion not in ("applied", "compensated"):
+            continue
+        if said is not None and conclusion == "applied":
             result_json = said[2]
-        found[ordinal] = RecordedStep(effect_id, result_json)
+        found[ordinal] = RecordedStep(effect_id, result_json, status == "succeeded", conclusion == "compensated")
     return found
 
 

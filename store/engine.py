@@ -187,9 +187,13 @@ class Store:
             return derived_runs.read_documents(tx, run_id)
 
     def create_derived_run(self, new: NewRun, head: SourceHead, reused: Sequence[ReusedTask], faults: Faults) -> None:
-        """Create a run with what it takes over from its source (see `derived_runs.create`). Durable."""
+        """Create a run with what it takes over from its source (see `derived_runs.create`). Durable.
+
+        The bytes of every artifact that is taken over are read once more: they may have gone since it was planned.
+        """
         from . import derived_runs
 
+        self.artifacts.require_sound([task.source.manifest_json for task in reused], of=new.source_run_id)
         digests = runs.document_digests(new.workflow_json, new.plan_json, new.inputs_json, new.settings_json)
         with self.database.write(durable=True) as tx:
             derived_runs.create(tx, new, digests, head, reused, faults, now=self.clock.now())
@@ -673,6 +677,11 @@ class Store:
         """The record of a visible entry, or None; see `long_term.get`."""
         with self.database.read() as tx:
             return long_term.get(tx, namespace, key, now=self.clock.now())
+
+    def refuse_newer_entry(self, namespace: str, key: str) -> None:
+        """Raise `IncompatibleVersion` if a newer agentctl has written this entry; see `long_term.refuse_newer`."""
+        with self.database.read() as tx:
+            long_term.refuse_newer(tx, namespace, key)
 
     def memory_put(self, write: MemoryWrite) -> dict[str, Any]:
         """Write an entry outside of any run; the record. Durable. See `long_term.put`."""

@@ -7,6 +7,7 @@ reservation is named by effect and dispatch: asking twice for the same one chang
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 
 from . import audit, holds
 from .answers import MAX_UNITS
@@ -38,7 +39,8 @@ def reserve(
     estimate: dict[str, int],
     events: list[Event],
 ) -> dict[str, object] | None:
-    """Hold units for one dispatch, all dimensions or none. Only dimensions with a limit are held.
+    """Hold units for one dispatch, all dimensions or none. Only dimensions with a limit are held here; what is
+    estimated in others stands in the row of the effect, and counts when nobody knows what was used (`charge_lost`).
 
     Returns None when they fit, else what was exceeded: dimension, limit, attempted, and `wait` when the units would
     fit beside what is used, so that waiting for others can help (row 20 of the contract's table). The event of a
@@ -259,8 +261,15 @@ def release(tx: Connection, run_id: str, task_id: str, reservation_id: str, disp
 def charge_lost(
     tx: Connection, run_id: str, task_id: str, reservation_id: str, dispatch: int, events: list[Event], *, now: int
 ) -> None:
-    """What a dispatch held counts as used: it is lost and sent again, or nobody will ever know (architecture 4)."""
-    held: dict[str, int] = dict(
+    """What a dispatch reserved counts as used: it is lost and sent again, or nobody will ever know (architecture 4).
+
+    Dimensions with a limit have a reservation. What the effect was estimated at in others stands in its row.
+    """
+    row = tx.execute("SELECT estimate_json FROM effects WHERE effect_id = ?", (reservation_id,)).fetchone()
+    estimate = {} if row is None or row[0] is None else with_total(json.loads(row[0]))
+    limits = _limits(tx, run_id) if estimate else {}
+    lost = {dimension: units for dimension, units in estimate.items() if dimension not in limits}
+    lost |= dict(
         all_rows(
             tx.execute(
                 "SELECT dimension, units FROM budget_reservations "
@@ -269,8 +278,8 @@ def charge_lost(
             )
         )
     )
-    if held:
-        settle(tx, run_id, task_id, reservation_id, dispatch, held, events, now=now)
+    if lost:
+        settle(tx, run_id, task_id, reservation_id, dispatch, lost, events, now=now)
 
 
 def _close(tx: Connection, run_id: str, reservation_id: str, dispatch: int, state: str) -> list[tuple[str, int]]:
@@ -281,6 +290,21 @@ def _close(tx: Connection, run_id: str, reservation_id: str, dispatch: int, stat
             (state, run_id, reservation_id, dispatch),
         )
     )
+
+
+def _unlimited(tx: Connection, run_id: str, limits: dict[str, int]) -> Iterator[tuple[str, int]]:
+    """What effects in flight, and those that nobody knows the end of, have reserved in dimensions without a limit."""
+    for (text,) in tx.execute(
+        "SELECT e.estimate_json FROM attempts a JOIN effects e ON e.attempt_id = a.attempt_id "
+        "WHERE a.queue = 'claimed' AND a.run_id = ?1 AND e.status = 'started' AND e.estimate_json IS NOT NULL "
+        "UNION ALL SELECT e.estimate_json FROM effects e WHERE e.run_id = ?1 AND e.status = 'uncertain' "
+        "AND e.superseded = 0 AND e.estimate_json IS NOT NULL "
+        "AND NOT EXISTS (SELECT 1 FROM effect_reconciliations c WHERE c.effect_id = e.effect_id)",
+        (run_id,),
+    ):
+        for dimension, units in json.loads(text).items():
+            if dimension not in limits and dimension != "wallTimeSeconds":
+                yield dimension, units
 
 
 def as_json(tx: Connection, run_id: str, *, now: int) -> dict[str, object]:
@@ -304,6 +328,8 @@ def as_json(tx: Connection, run_id: str, *, now: int) -> dict[str, object]:
         if dimension != "totalTokens":
             usage[dimension] = used
             reserved[dimension] = held
+    for dimension, units in _unlimited(tx, run_id, limits):
+        reserved[dimension] = reserved.get(dimension, 0) + units
     span = tx.execute("SELECT created_at, ended_at FROM runs WHERE run_id = ?", (run_id,)).fetchone()
     if span is not None:
         usage["wallTimeSeconds"] = max(0, -((span[0] - (span[1] or now)) // 1000))

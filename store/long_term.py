@@ -102,6 +102,16 @@ def get(tx: Connection, namespace: str, key: str, *, now: int) -> dict[str, Any]
     return None if row is None else _record(row)
 
 
+def refuse_newer(tx: Connection, namespace: str, key: str) -> None:
+    """Raise `IncompatibleVersion` if a newer agentctl has written this entry, be its time over or not."""
+    row = tx.execute(
+        "SELECT 1 FROM long_term_memory WHERE namespace = ? AND memory_key = ? AND format_version > ?",
+        (namespace, key, ENTRY_FORMAT),
+    ).fetchone()
+    if row is not None:
+        raise _newer(namespace, key)
+
+
 def _record(row: tuple[Any, ...]) -> dict[str, Any]:
     namespace, key, version, value_json, provider, dimensions, created_at, updated_at, expires_at = row
     if version > ENTRY_FORMAT:
@@ -264,8 +274,10 @@ def text_of(tx: Connection, namespace: str, key: str) -> tuple[str, str, str] | 
 
 
 def expired(tx: Connection, *, before: int) -> int:
-    """How many entries had no time left at `before`."""
-    row = tx.execute("SELECT COUNT(*) FROM long_term_memory WHERE expires_at <= ?", (before,)).fetchone()
+    """How many entries had no time left at `before`, without those of a newer agentctl, which alone removes them."""
+    row = tx.execute(
+        "SELECT COUNT(*) FROM long_term_memory WHERE expires_at <= ? AND format_version <= ?", (before, ENTRY_FORMAT)
+    ).fetchone()
     return int(row[0]) if row else 0
 
 
@@ -273,7 +285,7 @@ def collect(tx: Connection, *, before: int, limit: int) -> int:
     """Delete some entries whose time was over at `before`; how many."""
     tx.execute(
         "DELETE FROM long_term_memory WHERE rowid IN "
-        "(SELECT rowid FROM long_term_memory WHERE expires_at <= ? LIMIT ?)",
-        (before, limit),
+        "(SELECT rowid FROM long_term_memory WHERE expires_at <= ? AND format_version <= ? LIMIT ?)",
+        (before, ENTRY_FORMAT, limit),
     )
     return tx.changes()

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 APPLICATION_ID = 0x41474354
 """`AGCT`: tells our files from those of every other program."""
 
-LATEST = 13
+LATEST = 14
 """The schema that this code knows; the number of the last file in `migrations/`."""
 
 

@@ -49,15 +49,19 @@ def document_problems(tx: Connection, run_id: str) -> Iterator[str]:
 def effect_problems(tx: Connection, run_id: str) -> Iterator[str]:
     """Identity and input of every effect, computed again (contract 5.1)."""
     run = runs.get(tx, run_id)
-    for known, task_id, attempt, ordinal, operation, key, digest, text in tx.execute(
+    for known, task_id, attempt, ordinal, operation, key, digest, text, keyed in tx.execute(
         "SELECT e.effect_id, a.task_id, a.number, e.ordinal, e.operation, e.idempotency_key, e.input_digest, "
-        "e.input_json FROM attempts a JOIN effects e ON e.attempt_id = a.attempt_id "
+        # A repetition has the key of what it repeats (see `effects.start`).
+        "e.input_json, e.idempotency_key IN (SELECT o.effect_id FROM effects o JOIN attempts b USING (attempt_id) "
+        "WHERE b.task_no = a.task_no AND b.number < a.number AND e.idempotency = 'keyed' "
+        "AND o.idempotency = 'keyed' AND o.input_digest = e.input_digest) "
+        "FROM attempts a JOIN effects e ON e.attempt_id = a.attempt_id "
         "WHERE a.task_no BETWEEN ? AND ? AND a.run_id = ?",
         (run.first_task, run.first_task + run.task_count - 1, run_id),
     ):
         if hex_digest(text) != digest:
             yield f"the input of effect {known[:12]} of task {task_id} does not fit its digest"
-        if effect_id(run_id, task_id, attempt, ordinal, operation, digest) != known or key != known:
+        if effect_id(run_id, task_id, attempt, ordinal, operation, digest) != known or not (key == known or keyed):
             yield f"effect {known[:12]} of task {task_id} is not the one that its identity names"
 
 
@@ -87,7 +91,8 @@ def call_problems(tx: Connection, run: Run) -> Iterator[str]:
     for effect, task_id, status, result, text in tx.execute(
         "SELECT e.effect_id, a.task_id, e.status, e.result_json, e.input_json FROM attempts a "
         "JOIN effects e ON e.attempt_id = a.attempt_id "
-        "WHERE a.task_no BETWEEN ? AND ? AND a.run_id = ? AND e.operation GLOB 'tool.*'",
+        # A provider may be named like this as well.
+        "WHERE a.task_no BETWEEN ? AND ? AND a.run_id = ? AND e.operation GLOB 'tool.*' AND e.effect_class <> 'model'",
         (run.first_task, run.first_task + run.task_count - 1, run.run_id),
     ):
         call = calls.pop(effect, None)
@@ -276,9 +281,9 @@ class _Told:
             yield f"the audit trail tells that task {min(self.decisions)} was reused, which was not"
 
     def _effects_against(self, tx: Connection, run: Run, span: tuple[int, int]) -> Iterator[str]:
-        columns = ", ".join(f"e.{name}" for name in (*seals.REQUEST, *seals.END))
+        columns = ", ".join(f"e.{name}" for name in (seals.ESTIMATE, *seals.REQUEST, *seals.END))
         split = len(seals.REQUEST)
-        for effect, status, digest, operation, superseded, dispatches, begun, *rest in tx.execute(
+        for effect, status, digest, operation, superseded, dispatches, begun, estimate, *rest in tx.execute(
             "SELECT e.effect_id, e.status, e.input_digest, e.operation, e.superseded, e.dispatches, e.started_at, "  # noqa: S608
             f"{columns} FROM attempts a JOIN effects e ON e.attempt_id = a.attempt_id "
             "WHERE a.task_no BETWEEN ? AND ? AND a.run_id = ?",
@@ -295,7 +300,7 @@ class _Told:
             asked, ended_with = self.seals.get(effect, (None, None))
             if asked is None:
                 continue  # of an earlier version, which sealed nothing
-            if seals.seal(rest[:split]) != asked:
+            if seals.seal(seals.with_estimate(rest[:split], estimate)) != asked:
                 yield f"effect {effect[:12]} is not what it was when it was requested"
             if ended_with is not None and seals.seal(rest[split:]) != ended_with:
                 yield f"effect {effect[:12]} is not what it was when it ended"

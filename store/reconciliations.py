@@ -54,6 +54,7 @@ def reconcile(tx: Connection, new: NewReconciliation, *, now: int) -> tuple[str,
     if version > EFFECT_FORMAT_VERSION:
         raise IncompatibleVersion(f"effect {new.effect_id} has format {version}; upgrade agentctl", run_id=run_id)
     run = runs.get(tx, run_id)
+    runs.refuse_future_records(tx, run_id)
     before = latest(tx, new.effect_id)
     # Sent, and never to be sent again, since its run has ended: as little is known of it as of an uncertain one.
     lost = status in ("requested", "cancelled") and dispatches > 0 and run.ended_at is not None
@@ -102,7 +103,9 @@ def reconcile(tx: Connection, new: NewReconciliation, *, now: int) -> tuple[str,
     if new.result_json is not None:
         # Others may go on with it, so it has to be proven like an output.
         state["results"] = {new.effect_id: text_digest(new.result_json)}
-    if new.status == "applied" and new.usage is not None:
+    if new.status == "applied" and (before is not None or lost):
+        pass  # it counts already: since the first such conclusion, or since it was lost
+    elif new.status == "applied" and new.usage is not None:
         ledger.settle(tx, run_id, task_id, new.effect_id, dispatches, new.usage, events, now=now)
     elif new.status == "applied":
         ledger.charge_lost(tx, run_id, task_id, new.effect_id, dispatches, events, now=now)
@@ -177,7 +180,8 @@ def _check_compensation(tx: Connection, new: NewReconciliation, run_id: str) -> 
     inverse = new.compensation_effect_id or ""
     row = tx.execute(
         "SELECT e.run_id, e.confirmed, r.mode, r.source_run_id, e.effect_class, "
-        "e.started_at < s.started_at, "  # NULL where one of them was never seen to begin
+        # By the order of the requests as well: the clock may have been set back in between.
+        "e.started_at < s.started_at AND e.effect_no < s.effect_no, "
         "e.run_id = s.run_id AND e.task_id = s.task_id AND e.operation = s.operation "
         "AND e.input_digest = s.input_digest "
         "FROM effects e JOIN runs r USING (run_id), effects s WHERE e.effect_id = ? AND s.effect_id = ?",
@@ -199,12 +203,20 @@ def _check_compensation(tx: Connection, new: NewReconciliation, run_id: str) -> 
         wrong = f"effect {short} ({row[4]}) changes nothing, so it has undone nothing"
     elif row[6]:
         wrong = f"effect {short} is the same once more, by another attempt of its task"
-    elif row[5]:
+    elif row[5] and row[0] == run_id:  # what a compensation run does is later than the end of its source
         wrong = f"effect {short} began before {new.effect_id[:12]} did, so it cannot have undone it"
     if wrong is not None:
         raise ConflictError(
             wrong, remedy=f"`agentctl effects list {run_id}` shows the effects of the run", run_id=run_id
         )
+
+
+_WAITS_FOR = (
+    "(state IN ('waiting', 'finished') AND result_effect = ?2 "
+    # It could go on, but not with the result of what has been undone.
+    "OR ?3 = 'compensated' AND state = 'ready' AND hold IS NOT 'approval')"
+)
+"""An attempt for which a conclusion (?3) about its effect ?2 means a fresh one."""
 
 
 def _let_task_go_on(
@@ -218,14 +230,16 @@ def _let_task_go_on(
 ) -> None:
     """What the conclusion means for the attempt that ended uncertain through this effect, if it still waits."""
     if new.status == "applied" and _is_one_of_many(tx, new.effect_id):
-        _take_up_again(tx, run, new, attempt_id, events, state, now)
-        return
-    if new.status == "applied":
+        if not standing.undone(tx, attempt_id):
+            _take_up_again(tx, run, new, attempt_id, events, state, now)
+            return
+    elif new.status == "applied":
         # As if its worker had just finished it: the driver commits it with the others.
         row = tx.execute(
             "UPDATE attempts SET state = 'finished', queue = 'finished', outcome = 'succeeded', result_json = ?, "
-            "error_json = NULL WHERE attempt_id = ? AND state IN ('waiting', 'finished') AND outcome = 'uncertain' "
-            "AND result_effect = ? RETURNING task_no, task_id, number",
+            # A second one corrects the first as long as the driver has not taken it over.
+            "error_json = NULL WHERE attempt_id = ? AND state IN ('waiting', 'finished') "
+            "AND outcome IN ('uncertain', 'succeeded') AND result_effect = ? RETURNING task_no, task_id, number",
             (new.result_json, attempt_id, new.effect_id),
         ).fetchone()
         if row is None:
@@ -234,11 +248,13 @@ def _let_task_go_on(
         return
     if _is_barred(tx, run, new, attempt_id, events, state, now):
         return
-    # Not applied, or undone: a fresh attempt, whatever the retry policy says (contract 4.9).
+    # Not applied, or undone, or the answer of a conversation of which another step was undone, so that it cannot go on:
+    # a fresh attempt, whatever the retry policy says (contract 4.9).
     row = tx.execute(
-        "UPDATE attempts SET state = 'closed', queue = NULL, live_task = NULL WHERE attempt_id = ? "
-        "AND state IN ('waiting', 'finished') AND result_effect = ? RETURNING task_no, task_id, number",
-        (attempt_id, new.effect_id),
+        "UPDATE attempts SET state = 'closed', queue = NULL, live_task = NULL, hold = NULL, hold_json = NULL, "  # noqa: S608
+        f"outcome = COALESCE(outcome, 'uncertain') WHERE attempt_id = ?1 AND {_WAITS_FOR} "
+        "RETURNING task_no, task_id, number",
+        (attempt_id, new.effect_id, new.status),
     ).fetchone()
     if row is None:
         return
@@ -268,20 +284,21 @@ def _is_barred(
     failure, and what a person has to decide then is a repair, a fork or a compensation.
     """
     waits = tx.execute(
-        "SELECT task_no, task_id, number FROM attempts WHERE attempt_id = ? AND state IN ('waiting', 'finished') "
-        "AND result_effect = ?",
-        (attempt_id, new.effect_id),
+        f"SELECT task_no, task_id, number FROM attempts WHERE attempt_id = ?1 AND {_WAITS_FOR}",  # noqa: S608
+        (attempt_id, new.effect_id, new.status),
     ).fetchone()
     if waits is None:
         return False
-    stands = standing.unrepeatable(tx, run.run_id, waits[0], besides=new.effect_id)
+    in_doubt = None if new.status == "applied" else new.effect_id
+    stands = standing.unrepeatable(tx, run.run_id, waits[0], besides=in_doubt)
     if not stands:
         return False
-    error = canonical(standing.fault(stands, new.effect_id).as_json())
+    error = canonical(standing.fault(stands, in_doubt).as_json())
     tx.execute(
         "UPDATE attempts SET state = 'finished', queue = 'finished', outcome = 'failed', result_json = NULL, "
-        "error_json = ? WHERE attempt_id = ?",
-        (error, attempt_id),
+        "result_effect = ?, error_json = ?, hold = NULL, hold_json = NULL, finished_at = COALESCE(finished_at, ?) "
+        "WHERE attempt_id = ?",
+        (new.effect_id, error, now, attempt_id),
     )
     _wait_no_more(tx, run, waits, events, state, now)
     return True

@@ -228,9 +228,13 @@ class EffectRequest:
 
 @record
 class StartedEffect:
-    """The effect is durably `started`: dispatch it. `dispatch` counts from 1."""
+    """The effect is durably `started`: dispatch it. `dispatch` counts from 1.
+
+    `key` is its idempotency key, where that is not its id.
+    """
 
     dispatch: int
+    key: str | None = None
 
 
 @record
@@ -248,10 +252,16 @@ class RecordedEffect:
 
 @record
 class RecordedStep:
-    """An effect of an attempt whose result is known. `result_json` is canonical."""
+    """An effect of an attempt whose result is known. `result_json` is canonical.
+
+    `confirmed`: by its worker, not by a person afterwards. `undone`: it was compensated since, so its result is nothing
+    to go on with.
+    """
 
     effect_id: str
     result_json: str | None
+    confirmed: bool = True
+    undone: bool = False
 
 
 @record
@@ -362,7 +372,7 @@ class FinishedAttempt:
     artifacts_json: str | None = None
     """The manifest of what it has ingested, or None."""
     bound: bool = False
-    """It is uncertain, and its task has done other things that must not be repeated: no other attempt follows."""
+    """It is uncertain or failed, and its task has done things that must not be repeated: no other attempt follows."""
 
 
 @record

@@ -14,17 +14,27 @@ from typing import Any
 
 import apsw
 
+from . import runs
 from .artifacts import Artifacts
 from .clock import Clock
 from .collection import Collector
 from .database import Connection, Database, all_rows, translate
 from .faults import Faults
+from .records import PLAN_FORMAT_VERSION, RUNTIME_STATE_VERSION
 from .states import RUN_FINAL
 
 log = logging.getLogger(__name__)
 
 _NEEDED = (
-    "CASE WHEN EXISTS (SELECT 1 FROM effects e WHERE e.run_id = r.run_id AND e.status = 'uncertain' "
+    # A newer agentctl knows what this is; we do not (contract, section 0).
+    f"CASE WHEN r.runtime_state_version > {RUNTIME_STATE_VERSION} OR r.plan_format_version > {PLAN_FORMAT_VERSION} "  # noqa: S608
+    f"OR NOT ({runs.NOTHING_NEWER.format('r.run_id')}) "
+    "OR COALESCE(json_extract(CASE WHEN json_valid(r.lineage_json) THEN r.lineage_json ELSE '{}' END, "
+    f"'$.formatVersion'), 0) > {runs.LINEAGE_FORMAT_VERSION} THEN 'written_by_a_newer_agentctl' "
+    # Somebody ingests still: until the lease is over its blobs are not collected.
+    "WHEN EXISTS (SELECT 1 FROM artifact_ingests i WHERE i.run_id = r.run_id AND i.expires_at > ?1) "
+    "THEN 'ingestion_lease' "
+    "WHEN EXISTS (SELECT 1 FROM effects e WHERE e.run_id = r.run_id AND e.status = 'uncertain' "
     "AND e.superseded = 0 AND NOT EXISTS (SELECT 1 FROM effect_reconciliations c WHERE c.effect_id = e.effect_id)) "
     "THEN 'uncertain_effect' "
     "WHEN EXISTS (SELECT 1 FROM runs o WHERE o.ended_at IS NULL AND (o.source_run_id = r.run_id "
@@ -47,7 +57,7 @@ _NEEDED = (
     "(SELECT c.effect_id FROM effect_reconciliations c WHERE c.run_id = r.run_id AND c.status = 'compensated')) "
     "THEN 'compensated_and_reused' END"
 )
-"""Why a run that has ended stays all the same, or NULL."""
+"""Why a run that has ended stays all the same, or NULL. One parameter, ?1: now."""
 
 
 def collect_runs(
@@ -70,7 +80,7 @@ def collect_runs(
     assert set(states) <= RUN_FINAL
     cutoff = clock.now() - older_than_ms
     with database.read() as tx:
-        found = _old_runs(tx, cutoff, states)
+        found = _old_runs(tx, cutoff, states, now=clock.now())
     kept = [{"runId": run_id, "why": why} for run_id, why in found if why is not None]
     old = [run_id for run_id, why in found if why is None]
     before = _size(database)
@@ -80,7 +90,7 @@ def collect_runs(
         report = collector.collect(older_than_ms=older_than_ms, dry_run=True, without_runs=old)
     else:
         with collector.alone():
-            removed = [run_id for run_id in old if _remove(database, run_id)]
+            removed = [run_id for run_id in old if _remove(database, run_id, now=clock.now())]
             report = collector.collect_alone(older_than_ms=older_than_ms)
     if not dry_run and removed:
         _give_back(database)
@@ -93,22 +103,22 @@ def collect_runs(
     }
 
 
-def _old_runs(tx: Connection, cutoff: int, states: Sequence[str]) -> list[tuple[str, str | None]]:
+def _old_runs(tx: Connection, cutoff: int, states: Sequence[str], *, now: int) -> list[tuple[str, str | None]]:
     return all_rows(
         tx.execute(
             f"SELECT r.run_id, {_NEEDED} FROM runs r WHERE r.ended_at IS NOT NULL AND r.updated_at <= ? "  # noqa: S608
             "AND r.state IN (SELECT value FROM json_each(?)) ORDER BY r.created_at, r.run_id",
-            (cutoff, json.dumps(sorted(states))),
+            (now, cutoff, json.dumps(sorted(states))),
         )
     )
 
 
-def _remove(database: Database, run_id: str) -> bool:
+def _remove(database: Database, run_id: str, *, now: int) -> bool:
     """Remove one run, if it is still not needed; everything of it goes with its row."""
     with database.write(durable=True) as tx:
         tx.execute(
-            f"DELETE FROM runs AS r WHERE r.run_id = ? AND r.ended_at IS NOT NULL AND ({_NEEDED}) IS NULL",  # noqa: S608
-            (run_id,),
+            f"DELETE FROM runs AS r WHERE r.run_id = ?2 AND r.ended_at IS NOT NULL AND ({_NEEDED}) IS NULL",  # noqa: S608
+            (now, run_id),
         )
         return tx.changes() == 1
 

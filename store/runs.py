@@ -235,6 +235,16 @@ VERSIONED = (
 """What belongs to a run and has a version of its own."""
 
 
+LINEAGE_FORMAT_VERSION = 1
+"""Of what the row of a derived run says of its source (contract, section 0)."""
+
+NOTHING_NEWER = " AND ".join(
+    f"NOT EXISTS (SELECT 1 FROM {table} v WHERE v.run_id = {{0}} AND v.{column} > {known})"  # noqa: S608
+    for _, table, column, known in VERSIONED
+)
+"""A condition with the run's name in place of {0}: no newer agentctl has written anything that belongs to it."""
+
+
 def future_records(tx: Connection, run_id: str) -> list[str]:
     """What of a run was written by a newer agentctl, in words: the first of each kind.
 
@@ -251,6 +261,16 @@ def future_records(tx: Connection, run_id: str) -> list[str]:
             found.append(
                 f"{what} of {run_id} was written by a newer agentctl (version {row[0]}, this one knows {known})"
             )
+    row = tx.execute(
+        "SELECT json_extract(lineage_json, '$.formatVersion') FROM runs WHERE run_id = ?1 AND json_valid(lineage_json) "
+        "AND json_extract(lineage_json, '$.formatVersion') > ?2",
+        (run_id, LINEAGE_FORMAT_VERSION),
+    ).fetchone()
+    if row is not None:
+        found.append(
+            f"the lineage of {run_id} was written by a newer agentctl "
+            f"(version {row[0]}, this one knows {LINEAGE_FORMAT_VERSION})"
+        )
     return found
 
 
@@ -528,6 +548,7 @@ def request_pause(tx: Connection, run_id: str, *, reason: str, actor: str, now: 
     Raises `AlreadyTerminal`, and `ConflictError` for a run that is being cancelled.
     """
     run = get(tx, run_id)
+    refuse_future_records(tx, run_id)
     if run.ended_at is not None:
         raise AlreadyTerminal(
             f"{run_id} has ended already: {run.state}; there is nothing to pause",

@@ -34,6 +34,9 @@ _TASK = (
 REQUEST = ("effect_class", "risk", "idempotency", "expected_json", "trace_id", "requested_at")
 """What is said of an effect when it is requested, apart from its identity and input."""
 
+ESTIMATE = "estimate_json"
+"""The last of them, where there is one: effects of earlier versions have none, and were sealed without it."""
+
 END = ("result_json", "error_json", "notes_json", "completed_at")
 """What is said of an effect when it ends, apart from its status."""
 
@@ -41,6 +44,11 @@ END = ("result_json", "error_json", "notes_json", "completed_at")
 def seal(values: Sequence[Any]) -> str:
     """The digest over texts, numbers and nulls of a row."""
     return sha256(ascii_json(values).encode()).hexdigest()
+
+
+def with_estimate(words: Sequence[Any], estimate: str | None) -> Sequence[Any]:
+    """What is sealed of a request, with what it reserves if it reserves anything."""
+    return words if estimate is None else (*words, estimate)
 
 
 def of_run(tx: Connection, run_id: str) -> str:

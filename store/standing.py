@@ -64,14 +64,36 @@ def _may_come_again(tools: dict[str, Any], operation: str) -> bool:
     return tool is not None and bool(tool.get("retrySafe"))
 
 
-def fault(standing: list[Standing], effect_id: str) -> TaskFault:
-    """Why a task fails whose effect `effect_id` did not happen, and that may not begin anew."""
+def undone(tx: Connection, attempt_id: int) -> str | None:
+    """An effect of an attempt that was undone since it succeeded: what came after it cannot go on (contract 5.3)."""
+    said = conclusions.latest_sql("status", "e.effect_id")
+    row = tx.execute(
+        f"SELECT e.effect_id FROM effects e WHERE e.attempt_id = ? AND {said} = 'compensated' "  # noqa: S608
+        "ORDER BY e.ordinal LIMIT 1",
+        (attempt_id,),
+    ).fetchone()
+    return None if row is None else str(row[0])
+
+
+def undone_fault(effect_id: str, operation: str) -> TaskFault:
+    """Why an attempt cannot go on with what an earlier delivery of it has recorded."""
+    return TaskFault(
+        "effect_undone",
+        f"effect {effect_id[:12]} ({operation}) was undone, so nothing can go on as if it stood; "
+        "`retry` or `repair` begins the task anew",
+        details={"effectId": effect_id},
+    )
+
+
+def fault(standing: list[Standing], effect_id: str | None) -> TaskFault:
+    """Why a task may not begin anew; `effect_id` did not happen, if it is for its sake."""
     shown = ", ".join(f"{effect.effect_id[:12]} ({effect.operation})" for effect in standing[:SHOWN])
     more = f" and {len(standing) - SHOWN} more" if len(standing) > SHOWN else ""
     return TaskFault(
         "not_repeatable",  # CODE; written out, since the reference of errors is made from such calls
         f"a fresh attempt would repeat what has happened and must not be done twice: {shown}{more}",
-        details={"effectIds": [effect.effect_id for effect in standing], "notApplied": effect_id},
+        details={"effectIds": [effect.effect_id for effect in standing]}
+        | ({} if effect_id is None else {"notApplied": effect_id}),
     )
 
 

@@ -8,12 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Sequence
 
-from . import audit, effects, protocols, standing
+from . import audit, effects, protocols, runs, standing
 from .canonical import canonical
 from .database import Connection, all_rows
 from .errors import LeaseLost
 from .records import (
-    EFFECT_FORMAT_VERSION,
     PLAN_FORMAT_VERSION,
     RUNTIME_STATE_VERSION,
     AttemptEnd,
@@ -34,6 +33,8 @@ _CLAIMABLE_RUN = (
     "FROM turns t CROSS JOIN runs r ON r.run_id = t.run_id "
     "WHERE r.state = 'running' AND r.cancel_requested_at IS NULL AND r.pause_requested_at IS NULL "
     f"AND r.runtime_state_version <= {RUNTIME_STATE_VERSION} AND r.plan_format_version <= {PLAN_FORMAT_VERSION} "
+    # Its coordinator sets such a run aside, so nothing of it starts either (contract, section 0).
+    f"AND {runs.NOTHING_NEWER.format('t.run_id')} "
     "AND EXISTS (SELECT 1 FROM attempts a WHERE a.queue = 'ready' AND a.run_id = t.run_id) "
 )
 _CLAIM = (
@@ -228,7 +229,9 @@ def finished(
         if len(found) == limit or (found and size > max_bytes):
             return found, True
         attempt_id, task_no, number, outcome, result, error, effect_id, effect_class, idempotency, artifacts = row
-        bound = outcome == "uncertain" and bool(standing.unrepeatable(tx, run_id, task_no, besides=effect_id))
+        bound = outcome in ("uncertain", "failed") and bool(
+            standing.unrepeatable(tx, run_id, task_no, besides=effect_id if outcome == "uncertain" else None)
+        )
         found.append(
             FinishedAttempt(
                 attempt_id,
@@ -292,13 +295,13 @@ def all_claims(tx: Connection) -> list[tuple[int, int, str, str, int]]:
 
 
 def started_effects(tx: Connection, attempt_ids: Iterable[int]) -> list[str]:
-    """Effects in flight of these attempts: their processes carry the ids as a marker."""
+    """Keys of the effects in flight of these attempts: their processes carry them as a marker."""
     found: list[str] = []
     for attempt_id in attempt_ids:
         found.extend(
             row[0]
             for row in tx.execute(
-                "SELECT effect_id FROM effects WHERE attempt_id = ? AND status = 'started'", (attempt_id,)
+                "SELECT idempotency_key FROM effects WHERE attempt_id = ? AND status = 'started'", (attempt_id,)
             )
         )
     return found
@@ -309,19 +312,19 @@ def rescue(
 ) -> str | None:
     """Settle one delivery whose holder is dead (architecture 4). The caller has made sure of that death.
 
-    Returns what became of the attempt, or None when the delivery was over already, or when run or effects were written
-    by a newer agentctl, which has to settle them itself:
+    Returns what became of the attempt, or None when the delivery was over already, or when anything of the run was
+    written by a newer agentctl, which has to settle it itself:
 
     - `ready`: nothing was started, or what was started may be repeated; another delivery follows with the same ids.
     - `uncertain`: something that must not be repeated was started and never confirmed.
     - `worker_lost`: the bound of deliveries is reached. Deliveries that confirmed a new effect do not count.
     """
     row = tx.execute(
-        "SELECT a.run_id, a.task_no, a.task_id, a.lost, a.lost_effects, r.max_deliveries, a.holder FROM attempts a "
+        "SELECT a.run_id, a.task_no, a.task_id, a.lost, a.lost_effects, r.max_deliveries, a.holder FROM attempts a "  # noqa: S608
         "JOIN runs r USING (run_id) WHERE a.attempt_id = ? AND a.delivery = ? AND a.state = 'claimed' "
-        "AND r.runtime_state_version <= ? AND r.plan_format_version <= ? AND NOT EXISTS "
-        "(SELECT 1 FROM effects e WHERE e.attempt_id = a.attempt_id AND e.format_version > ?)",
-        (attempt_id, delivery, RUNTIME_STATE_VERSION, PLAN_FORMAT_VERSION, EFFECT_FORMAT_VERSION),
+        "AND r.runtime_state_version <= ? AND r.plan_format_version <= ? "
+        f"AND {runs.NOTHING_NEWER.format('r.run_id')}",
+        (attempt_id, delivery, RUNTIME_STATE_VERSION, PLAN_FORMAT_VERSION),
     ).fetchone()
     if row is None:
         return None

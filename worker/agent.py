@@ -20,7 +20,7 @@ from dataclasses import replace
 from hashlib import sha256
 from typing import TYPE_CHECKING, Any
 
-from agentctl.store import answers
+from agentctl.store import answers, standing
 from agentctl.store import policy as policies
 from agentctl.store.approvals import redacted
 from agentctl.store.canonical import JsonError, canonical, effect_id, hex_digest, loads, parse_json, text_digest
@@ -46,11 +46,11 @@ from agentctl.store.records import (
 from agentctl.store.timing import Timing
 
 from .attempt import AttemptRunner, Ending, RunSettings, as_recorded, refused
-from .effects import Declared, EffectContext, EffectOutcome, EffectPlan, Several, Written
+from .effects import Declared, EffectContext, EffectOutcome, EffectPlan, Keeps, Several, Written
 from .effects.contracts import mismatch
 from .providers import Call, ModelRequest, ModelResponse, Provider, ProviderFault, ToolCall, Usage
 from .redaction import known as known_secrets
-from .tools import ToolStep, keeps_something, policy_name, tool_plan, tool_specs
+from .tools import ToolStep, policy_name, tool_keeps, tool_plan, tool_specs
 
 if TYPE_CHECKING:
     from .watch import Token
@@ -320,6 +320,8 @@ class _Delivery:
                 f"effect {self._ordinal} of {claim.task_id} was requested with another input before; "
                 "it is not sent again"
             )
+        if step.undone:
+            raise standing.undone_fault(step.effect_id, operation)
         return step
 
     def _start(self, request: EffectRequest) -> StartedEffect | RecordedEffect:
@@ -531,18 +533,19 @@ class _Delivery:
         known = self._known(operation, recorded_input)
         if not tool["retrySafe"]:
             self._bound = True
-        if known is not None and not keeps_something(tool, self._settings):
+        if known is not None:
+            self._keep(tool_keeps(self._step(call, tool, given)))
             return loads(known.result_json or "null")
         plan = tool_plan(self._step(call, tool, given))
         if plan.keeps is not None:
             self._agents.host.require_store()
-        if known is not None:
-            output = loads(known.result_json or "null")
-        else:
-            output = self._execute(call, tool, plan, operation, recorded_input)
-        if plan.keeps is not None and not isinstance(plan.keeps, Several):
-            self._keeps.append(plan.keeps)
+        output = self._execute(call, tool, plan, operation, recorded_input)
+        self._keep(plan.keeps)
         return output
+
+    def _keep(self, keeps: Keeps | None) -> None:
+        if keeps is not None and not isinstance(keeps, Several):
+            self._keeps.append(keeps)
 
     def _step(self, call: ToolCall, tool: dict[str, Any], given: dict[str, Any]) -> ToolStep:
         expected = None
@@ -582,6 +585,7 @@ class _Delivery:
             self._store,
             self._claim.fence,
             agents.faults.reach,
+            answer.key,
         )
         with self._limited(tool["timeoutSeconds"]):
             outcome = plan.execute(context)

@@ -37,7 +37,7 @@ from agentctl.store.states import LEAVES_NO_TRACE, may_repeat
 from agentctl.store.timing import Timing
 
 from . import run_secrets
-from .effects import Done, EffectContext, EffectOutcome, EffectPlan, Keeps, Work, prepare
+from .effects import Done, EffectContext, EffectOutcome, EffectPlan, Keeps, Work, kept, prepare
 from .redaction import known as known_secrets
 from .watch import Token
 
@@ -163,6 +163,8 @@ class AttemptRunner:
                 return self._dispatch(claim, ahead.request, ahead.plan, answer, ahead.since)
             if claim.input_json.startswith('{"agent":'):
                 return self._converse(claim)
+            if claim.fence.delivery > 1 and (ending := self._confirmed_before(claim)) is not None:
+                return ending
             planned = self._plan(claim, self._recorded_before(claim))
             if isinstance(planned, Done):
                 return Ending(AttemptEnd("succeeded", result_json=canonical(planned.output)))
@@ -175,6 +177,18 @@ class AttemptRunner:
         except ConflictError as error:
             changed = TaskFault("effect_identity_changed", error.message)
             return Ending(AttemptEnd("failed", error_json=canonical(changed.as_json())))
+
+    def _confirmed_before(self, claim: Claim) -> Ending | None:
+        """How an attempt ends whose effect an earlier delivery has confirmed, or None.
+
+        Nothing is planned again: what planning looks at may be gone by now, and nothing is going to be dispatched.
+        """
+        step = self._store.recorded_steps(claim.fence.attempt_id).get(1)
+        if step is None or step.undone or not step.confirmed:
+            return None
+        ending = Ending(AttemptEnd("succeeded", result_effect=step.effect_id))
+        keeps = kept(self._work(claim, None))
+        return ending if keeps is None else self.keep(claim, keeps, ending)
 
     def _converse(self, claim: Claim) -> Ending:
         if self._agents is None:
@@ -339,6 +353,7 @@ class AttemptRunner:
                 self._store,
                 claim.fence,
                 self._faults.reach,
+                answer.key,
             )
         )
         self._faults.reach("after_effect_result")

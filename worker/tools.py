@@ -18,7 +18,7 @@ from agentctl.store.policy import Policy
 from agentctl.store.records import record
 
 from .attempt import RunSettings, work_of
-from .effects import Done, EffectContext, EffectOutcome, EffectPlan, Work, prepare
+from .effects import Done, EffectContext, EffectOutcome, EffectPlan, Keeps, Work, kept, prepare
 from .providers import ToolSpec
 
 _RISKS: Final = ("low", "medium", "high", "critical")
@@ -55,16 +55,10 @@ def policy_name(policy: Policy, capability: str, tool: str) -> str:
     return capability
 
 
-def keeps_something(tool: Mapping[str, Any], settings: RunSettings) -> bool:
-    """Whether a call of this tool may leave artifacts."""
-    if tool["kind"] == "builtin.workspace.write":
-        return True
-    action = settings.actions.get(tool.get("action") or "", {})
-    return action.get("kind") == "builtin.write" or bool(action.get("artifacts")) or "artifacts" in _properties(tool)
-
-
-def _properties(tool: Mapping[str, Any]) -> Any:
-    return tool["inputSchema"].get("properties", {})
+def tool_keeps(step: ToolStep) -> Keeps | None:
+    """What a call leaves that has succeeded before; nothing else of it is looked at again (see `effects.kept`)."""
+    action = _action(step)
+    return None if action is None else kept(_work(step, action))
 
 
 def tool_plan(step: ToolStep) -> EffectPlan:
@@ -82,10 +76,8 @@ def tool_plan(step: ToolStep) -> EffectPlan:
             estimate={},
             execute=partial(_echo, step.given),
         )
-    if tool["kind"] in _FILES:
-        action: Mapping[str, Any] = {"kind": _FILES[tool["kind"]], "with": {}}
-    else:
-        action = step.settings.actions[tool["action"]]
+    action = _action(step)
+    assert action is not None
     plan = prepare(_work(step, action))
     if isinstance(plan, Done):
         kind = action["kind"]
@@ -97,6 +89,16 @@ def tool_plan(step: ToolStep) -> EffectPlan:
     elif tool["kind"] == "builtin.workspace.write":
         execute = partial(_writing, step.given["path"], step.given["content"], plan.execute)
     return replace(plan, risk=risk, execute=execute)
+
+
+def _action(step: ToolStep) -> Mapping[str, Any] | None:
+    """The action behind a tool; None for one that has no effect on anything."""
+    if step.tool["kind"] == "builtin.echo":
+        return None
+    if step.tool["kind"] in _FILES:
+        return {"kind": _FILES[step.tool["kind"]], "with": {}}
+    action: Mapping[str, Any] = step.settings.actions[step.tool["action"]]
+    return action
 
 
 def _work(step: ToolStep, action: Mapping[str, Any]) -> Work:

@@ -651,6 +651,128 @@ def test_a_payment_that_was_undone_bars_nothing(talk: Talk) -> None:
     assert sorted(paid(talk)) == ["paid", "paid", "refund"]
 
 
+REFUND = {"id": "refund", "uses": "action:other", "with": {"args": ["-c", "echo refund >> out/ledger"]}}
+NEWEST = "SELECT effect_id FROM effects WHERE operation = ? ORDER BY effect_no DESC LIMIT 1"
+
+
+def undo_payment(talk: Talk, by: str = "builtin.shell.exec") -> str:
+    """Say that the payment was undone by the last effect of that operation; the id of the payment."""
+    effect, inverse = (str(scalar(talk.site.store, NEWEST, name)) for name in ("tool.pay", by))
+    say(talk, effect, "compensated", "--compensation-effect", inverse, "--approved")
+    return effect
+
+
+def found_answer(talk: Talk) -> Answer:
+    """The lost answer of the model has turned up: it says that all is done."""
+    [given] = rows(talk.site.store, "SELECT result_json FROM effects WHERE effect_class = 'model' AND confirmed = 1")
+    answer = {**json.loads(given[0]), "text": "done", "toolCalls": [], "finishReason": "complete"}
+    answer["assistantContent"] = [{"type": "text", "text": "done"}]
+    (talk.folder / "given.json").write_text(json.dumps(answer), encoding="utf-8")
+    return say(talk, uncertain(talk), "applied", "--result-file", "given.json")
+
+
+def test_a_conversation_does_not_go_on_over_a_payment_that_was_undone(talk: Talk) -> None:
+    """The answer is known, and what it was an answer to has been undone: a fresh attempt (contract 5.3)."""
+    talk.run(shells(REFUND, pay="at_most_once"), [PAY, LOST])
+    undo_payment(talk)
+    found_answer(talk)
+    assert talk.site.ask("resume", "@latest").code == 0
+    assert sorted(paid(talk)) == ["paid", "paid", "refund"]
+    assert asked(talk.folder) == {1: 2, 2: 2}
+    assert rows(talk.site.store, "SELECT number, state FROM attempts WHERE task_id = 'ask' ORDER BY number") == [
+        (1, "closed"), (2, "closed"),
+    ]  # fmt: skip
+    assert talk.site.ask("db", "verify").code == 0
+
+
+def test_and_has_no_fresh_attempt_where_another_payment_stands(talk: Talk) -> None:
+    both = {"toolCalls": [*PAY["toolCalls"], {"name": "more", "input": {"args": ["-c", "echo more >> out/ledger"]}}]}
+    talk.run(shells(REFUND, pay="at_most_once", more="at_most_once"), [both, LOST])
+    undo_payment(talk)
+    found_answer(talk)
+    assert talk.site.ask("resume", "@latest").code == 4
+    error, stands = talk.error(), str(scalar(talk.site.store, NEWEST, "tool.more"))
+    assert (error["code"], error["details"]) == ("not_repeatable", {"effectIds": [stands]})
+    assert sorted(paid(talk)) == ["more", "paid", "refund"]
+
+
+def test_a_conversation_that_pauses_does_not_go_on_over_what_was_undone(talk: Talk) -> None:
+    waits = "echo refund >> out/ledger; until [ -e out/go ]; do sleep 0.05; done"
+    value = shells(pay="at_most_once", refund="idempotent")
+    value["spec"]["tools"]["refund"]["timeoutSeconds"] = 100
+    write_script(talk.folder, [PAY, {"toolCalls": [{"name": "refund", "input": {"args": ["-c", waits]}}]}, DONE])
+    process = talk.site.start("run", talk.site.write("flow.yaml", value))
+    ledger = talk.folder / "out" / "ledger"
+    talk.site.wait_for(lambda: ledger.exists() and "refund" in paid(talk), "it is undone")
+    run_id = talk.site.only_run()
+    assert talk.site.ask("pause", str(run_id)).code == 0
+    (talk.folder / "out" / "go").touch()
+    talk.site.wait_for(lambda: process.poll() is not None, "it pauses")
+    undo_payment(talk, by="tool.refund")
+    assert talk.site.ask("resume", str(run_id)).code == 0
+    assert paid(talk) == ["paid", "refund"] * 2, "a fresh attempt, from the beginning"
+    assert asked(talk.folder) == {1: 2, 2: 2, 3: 1}
+
+
+HANGS = "echo paid >> out/ledger; [ -e out/go ] || exec sleep 60"
+"""A payment that is made at once, but whose end nobody sees."""
+
+
+def lost_payment(talk: Talk, *before: dict[str, Any], **tools: str) -> str:
+    """The payment is in doubt, a refund came after it, and then somebody has found out that it was made."""
+    pay = {"toolCalls": [*before, {"name": "pay", "input": {"args": ["-c", HANGS]}}]}
+    answer = talk.run(shells(REFUND, pay="at_most_once", **tools), [pay, DONE])
+    assert (answer.code, answer.data["reason"]) == (3, "uncertain_effect")
+    payment = uncertain(talk)
+    (talk.folder / "given.json").write_text('{"exitCode": 0}', encoding="utf-8")
+    say(talk, payment, "applied", "--result-file", "given.json")
+    (talk.folder / "out" / "go").touch()
+    return payment
+
+
+def test_a_call_that_was_in_doubt_and_then_undone_gets_a_fresh_attempt(talk: Talk) -> None:
+    payment = lost_payment(talk)
+    assert undo_payment(talk) == payment
+    assert talk.site.ask("effects", "list", "--uncertain").data["effects"] == []
+    assert talk.site.ask("resume", "@latest").code == 0
+    assert paid(talk) == ["paid", "refund", "paid"]
+    assert asked(talk.folder) == {1: 2, 2: 1}
+    attempts = "SELECT number, state, outcome FROM attempts WHERE task_id = 'ask' ORDER BY number"
+    assert rows(talk.site.store, attempts) == [(1, "closed", "uncertain"), (2, "closed", "succeeded")]
+
+
+def test_and_no_fresh_attempt_where_another_call_stands_that_must_not_be_repeated(talk: Talk) -> None:
+    lost_payment(talk, {"name": "more", "input": {"args": ["-c", "echo more >> out/ledger"]}}, more="at_most_once")
+    undo_payment(talk)
+    assert talk.site.ask("resume", "@latest").code == 4
+    error, stands = talk.error(), str(scalar(talk.site.store, NEWEST, "tool.more"))
+    assert (error["code"], error["details"]["effectIds"]) == ("not_repeatable", [stands])
+    assert paid(talk) == ["more", "paid", "refund"]
+    assert asked(talk.folder) == {1: 1}
+
+
+def test_a_call_that_was_found_to_have_happened_counts_with_all_that_it_had_reserved(talk: Talk) -> None:
+    """How much it has printed nobody knows, so the whole of its reservation is used, as for a plain command."""
+    value = shells(pay="at_most_once")
+    budgets = {"maxToolCalls": 5, "maxProcessOutputBytes": 5000}
+    value["spec"]["runtime"] = {"budgets": budgets}
+    value["spec"]["actions"]["pay"]["combinedOutputLimitBytes"] = 100
+    pay = {"toolCalls": [{"name": "pay", "input": {"args": ["-c", HANGS]}}]}
+    assert talk.run(value, [pay, DONE]).code == 3
+    kinds = ("toolCalls", "processOutputBytes")
+    before = talk.budget()
+    assert [before["usage"].get(kind, 0) for kind in kinds] == [0, 0]
+    assert [before["reserved"][kind] for kind in kinds] == [1, 100]
+    (talk.folder / "given.json").write_text('{"exitCode": 0, "stdout": "short"}', encoding="utf-8")
+    say(talk, uncertain(talk), "applied", "--result-file", "given.json")
+    for _ in range(2):
+        found = talk.budget()
+        assert [found["usage"][kind] for kind in kinds] == [1, 100]
+        assert [found["reserved"][kind] for kind in kinds] == [0, 0]
+        talk.site.ask("resume", "@latest")
+    assert talk.site.run(str(talk.site.only_run())).state == "succeeded"
+
+
 def test_a_conclusion_about_the_payment_itself_leads_on(talk: Talk) -> None:
     """What did not happen bars nothing; what was found to have happened does, like what was confirmed."""
     slow = {"toolCalls": [{"name": "pay", "input": {"args": ["-c", "echo paid >> out/ledger; exec sleep 60"]}}]}

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from support import tampering
 from support.artifacts import digest_of
 
 WORKFLOW = """\
@@ -57,6 +58,46 @@ def test_list(cli: Any, kept: str) -> None:
     assert (human.code, "out/text.json" in human.out) == (0, True)
     assert cli.json("artifacts", "list", "--task", "text").error["code"] == "usage"
     assert cli.json("artifacts", "list", "--run", "run-none").error["code"] == "not_found"
+
+
+LOST = """\
+apiVersion: agentctl.dev/v1
+kind: Workflow
+metadata: {name: lost}
+spec:
+  policy: {approval: never, writableRoots: [out]}
+  actions: {write: {kind: builtin.write}}
+  tasks:
+    - id: lost
+      uses: action:write
+      with: {path: out/lost.txt, content: lost}
+      outputSchema: {type: object, required: [nothing]}
+"""
+
+
+def test_list_shows_people_what_nothing_refers_to(cli: Any) -> None:
+    """What a task has kept before it failed is nobody's, and is there all the same."""
+    cli.write("lost.yaml", LOST)
+    failed = cli.json("run", "lost.yaml")
+    assert (failed.code, failed.data["error"]["code"]) == (4, "output_contract")
+    run_id, name = failed.data["runId"], digest_of(b"lost")[7:19]
+    [blob] = cli.json("artifacts", "list").data["blobs"]
+    assert (blob["references"], blob["leasedUntil"] > blob["createdAt"]) == (0, True)
+    assert cli("artifacts", "list", "--run", run_id).out == "no artifacts\n"
+    [_, line] = cli("artifacts", "list").out.splitlines()
+    assert line.startswith(name)
+    assert "(leased until " in line
+    kept = [{"runId": run_id, "why": "ingestion_lease"}]
+    for more in (("--dry-run",), ()):
+        assert cli.json("gc", "--older-than-days", "0", *more).data["runs"]["kept"] == kept
+    tampering.change(cli.database, "UPDATE artifact_ingests SET expires_at = 1")
+    assert cli.json("gc", "--older-than-days", "0", "--dry-run").data["runs"]["kept"] == []
+    tampering.change(cli.database, "DELETE FROM artifact_ingests")
+    [_, line] = cli("artifacts", "list").out.splitlines()
+    assert line.startswith(name)
+    assert line.endswith("(nothing refers to it)")
+    assert cli.json("gc", "--older-than-days", "0").data["artifacts"]["removed"] == [digest_of(b"lost")]
+    assert cli("artifacts", "list").out == "no artifacts\n"
 
 
 def test_inspect_shows_manifest_and_references(cli: Any, kept: str) -> None:
@@ -140,6 +181,37 @@ def test_a_promise_that_is_not_kept_fails_the_task(cli: Any, script: str, keep: 
         [effect] = [item for item in data["effects"] if item["request"]["operation"] == "builtin.shell.exec"]
         assert (effect["status"], effect["confirmed"]) == ("succeeded", True)
     assert cli.json("artifacts", "verify").code == 0
+
+
+UNREADABLE = """\
+apiVersion: agentctl.dev/v1
+kind: Workflow
+metadata: {name: receipt}
+spec:
+  policy: {approval: never, processAllowlist: [sh], writableRoots: [out]}
+  actions:
+    pay: {kind: builtin.shell.exec, command: sh, idempotency: CONTRACT}
+  tasks:
+    - id: pay
+      uses: action:pay
+      retry: {maxAttempts: 3, backoffMs: 0}
+      with: {args: ["-c", "echo paid >> ledger; mkdir -p out; touch out/f"], artifacts: [out/f/receipt]}
+"""
+
+
+@pytest.mark.parametrize(("contract", "times"), [("unknown", 1), ("at_most_once", 1), ("keyed", 3), ("idempotent", 3)])
+def test_a_command_whose_artifact_cannot_be_examined_is_repeated_only_if_it_may_be(
+    cli: Any, contract: str, times: int
+) -> None:
+    """The command has succeeded, and is not done again for the sake of a file that lies below another file."""
+    cli.write("receipt.yaml", UNREADABLE.replace("CONTRACT", contract))
+    result = cli.json("run", "receipt.yaml")
+    assert (result.code, result.data["state"], result.data["error"]["taskId"]) == (4, "failed", "pay"), result.out
+    assert result.data["error"]["retryable"] is (times > 1)
+    assert (cli.folder / "ledger").read_text().split() == ["paid"] * times
+    effects = cli.json("inspect", "@latest").data["effects"]
+    assert [(effect["status"], effect["confirmed"]) for effect in effects] == [("succeeded", True)] * times
+    assert cli.json("db", "verify").code == 0
 
 
 def test_a_file_that_is_unchanged_is_no_artifact(cli: Any, kept: str) -> None:

@@ -174,7 +174,7 @@ def test_bytes_that_cannot_be_read_are_not_a_place_that_cannot_be_written(
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
 def test_a_copy_that_is_stopped_leaves_nothing(cli: Any, done: str, number: signal.Signals) -> None:
-    code = 130 if number == signal.SIGINT else -number
+    code = -number if number == signal.SIGHUP else 130
     with FileLock(cli.database.parent / "artifacts" / ".collect.lock"):
         child = cli.start("db", "backup", "copy")
         wait_until(lambda: any(cli.folder.glob(".agentctl-*.partial")), "the partial folder")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -127,6 +128,21 @@ def test_a_partial_failure_is_retried_alone(field: Field, undo: Undo) -> None:
     undo.sound()
 
 
+def test_what_was_undone_and_failed_afterwards(field: Field, undo: Undo) -> None:
+    """The inverse action has done its part, and its artifact is out of reach: it is done once, and that is said."""
+    task = undo.task("a")
+    task["compensate"] = {**task["compensate"], "retry": {"maxAttempts": 3}}
+    task["compensate"]["with"] = {**task["compensate"]["with"], "artifacts": ["notes-file/receipt"]}
+    field.text("notes-file", "")
+    source = undo.failed([task, undo.end("a")], policy={"writableRoots": ["."]})
+    first = undo.compensate(source)
+    assert (first.code, first.data["failedTasks"], first.data["failures"][0]["undone"]) == (4, ["a"], True)
+    again = undo.compensate(source)
+    assert (again.code, again.data["runId"]) == (0, None)
+    assert undo.done() == ["a"]
+    undo.sound()
+
+
 def test_only_the_chosen_tasks(field: Field, undo: Undo) -> None:
     source = undo.failed(three(undo))
     assert undo.plan(source, "--task", "b")["selectedTasks"] == ["b"]
@@ -198,6 +214,24 @@ def test_an_unchanged_write_is_an_effect_of_a_compensation(field: Field, undo: U
     assert (effect["request"]["operation"], effect["status"]) == ("builtin.write", "succeeded")
     assert undo.conclusions(source) == [("a", "compensated")]
     assert (field.folder / "out" / "f").read_text() == "old"
+
+
+def test_an_inverse_whose_artifact_cannot_be_examined_is_done_once(field: Field, undo: Undo) -> None:
+    """It has succeeded, whatever became of its receipt: neither its retry nor another compensation does it again."""
+    task = undo.task("a")
+    inverse = 'echo "undo-$1" >> "$2"; mkdir -p out; touch out/f'
+    given = {**undo.arguments(inverse, "a"), "artifacts": ["out/f/receipt"]}
+    task["compensate"] |= {"with": given, "retry": {"maxAttempts": 3, "backoffMs": 0}}
+    source = undo.failed([task, undo.end("a")])
+    first = undo.compensate(source)
+    assert (first.code, first.data["state"], first.data["failedTasks"]) == (4, "failed", ["a"])
+    assert undo.done() == ["a"]
+    again = undo.compensate(source)
+    assert (again.code, again.data["runId"]) == (0, None), again.out
+    assert undo.plan(source)["alreadyCompensatedEffects"] == [undo.effect(source, "a")]
+    assert undo.conclusions(source) == [("a", "compensated")]
+    assert undo.done() == ["a"]
+    undo.sound()
 
 
 def test_a_run_in_check_mode_and_a_replay_have_done_nothing(field: Field, undo: Undo) -> None:
@@ -506,6 +540,29 @@ def test_a_compensation_that_fails_is_not_compensated(field: Field, undo: Undo) 
     (field.folder / "fail-b").unlink()
     assert undo.compensate(result.data["runId"]).code == 0
     assert undo.done() == ["c", "a", "b"]
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_ends_what_undoes_by_itself(field: Field, undo: Undo, number: signal.Signals) -> None:
+    """It is cancelled as a run would be; what the inverse in flight has done, somebody has to say."""
+    field.text("slow-undo-b", "")
+    process = field.start("run", undo.write(three(undo), compensation=AUTOMATIC), "--output", "json")
+    wait_until(lambda: undo.done() == ["c", "b"], "the inverse of b runs")
+    process.signal(number)
+    assert process.wait().code == 130
+    (field.folder / "slow-undo-b").unlink()
+    [source, made] = undo.runs()
+    assert undo.derived(source) == [(made, "cancelled")]
+    assert undo.conclusions(source) == [("c", "compensated")]
+    assert undo.rules(source) == [("b", "unreconciled_compensation_effect")]
+    rest = undo.compensate(source)
+    assert (rest.code, rest.data["compensatedTasks"]) == (3, ["a"]), rest.err
+    said = ("effects", "reconcile", undo.effect(made, "compensate--b"), "--reason", "seen", "--status", "not-applied")
+    assert field.json(*said).code == 0
+    assert undo.compensate(source).code == 0
+    assert undo.done() == ["c", "b", "a", "b"]
+    assert undo.conclusions(source) == [(task, "compensated") for task in "cab"]
+    undo.sound()
 
 
 def test_what_is_blocked_is_left_to_a_person(field: Field, undo: Undo) -> None:

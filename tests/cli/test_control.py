@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import itertools
+import json
 import os
 import signal
+import sys
 import time
 from collections import Counter
 from collections.abc import Iterator
@@ -207,6 +209,72 @@ def test_an_applied_effect_gives_its_result_to_the_same_attempt(field: Field) ->
     again = said(field, effect, "--status", "not-applied")
     assert (again.code, again.error["code"]) == (5, "conflict")
     assert field.scalar("SELECT actor FROM audit_events WHERE event_type = 'effect.reconciled'") == "ann"
+
+
+def test_a_second_result_corrects_the_first_one(field: Field) -> None:
+    """As long as nobody has gone on with it."""
+    run_id, effect = uncertain(field)
+    for name, code in (("wrong", 99), ("right", 0)):
+        field.text(f"{name}.json", f'{{"exitCode": {code}}}')
+        assert said(field, effect, "--status", "applied", "--result-file", f"{name}.json").code == 0
+    outcome = field.json("resume", run_id)
+    assert (outcome.code, outcome.data["output"]) == (0, {"b": {"got": {"exitCode": 0}}})
+    found = {task["taskId"]: task for task in field.json("inspect", run_id).data["tasks"]}
+    assert found["a"]["output"] == {"exitCode": 0}
+    assert field.json("effects", "inspect", effect).data["effectiveReconciliation"]["result"] == {"exitCode": 0}
+    assert field.labels() == ["a"]
+    # Now the task has its output for good.
+    assert said(field, effect, "--status", "applied", "--result-file", "wrong.json").code == 0
+    assert field.json("inspect", run_id).data["run"]["output"] == {"b": {"got": {"exitCode": 0}}}
+    field.assert_sound()
+
+
+COUNT = {"type": "object", "required": ["count"], "properties": {"count": {"type": "integer"}}}
+EXTENSION = f"""\
+#!{sys.executable}
+import json, sys, time
+said = {{"protocolVersion": "agentctl.dev/process-extension/v1", "name": "e", "inputSchema": {{"type": "object"}},
+        "outputSchema": json.loads({json.dumps(json.dumps(COUNT))}), "capabilities": ["x"]}}
+if "--agentctl-handshake" in sys.argv:
+    print(json.dumps(said))
+else:
+    time.sleep(60)
+"""
+
+
+@pytest.mark.parametrize("kind", ["command", "extension"])
+def test_a_result_that_the_task_could_not_have_is_refused(field: Field, kind: str) -> None:
+    """Others go on with it, and it cannot be taken back: it has to fit what the task or its action declares."""
+    task: dict[str, Any] = {"id": "a", "uses": "action:do", "timeoutSeconds": 3}
+    if kind == "command":
+        task["outputSchema"] = COUNT
+        action = sh("sleep 60")
+    else:
+        action = {
+            "kind": "extension.process",
+            "command": str(field.tool("counts", EXTENSION)),
+            "protocolVersion": "agentctl.dev/process-extension/v1",
+            "inputSchema": {"type": "object"},
+            "outputSchema": COUNT,
+            "capabilities": ["x"],
+            "idempotency": "at_most_once",
+        }
+    result = field.json("run", field.workflow("unclear", [task], actions={"do": action}, programs=["counts"]))
+    assert (result.code, result.data["reason"]) == (3, "uncertain_effect"), result.out
+    [effect] = [item["request"]["id"] for item in field.json("effects", "list", "--uncertain").data["effects"]]
+    before = field.rows("SELECT * FROM audit_events")
+    for text in ('{"nonsense": true}', '{"count": "7"}'):
+        field.text("result.json", text)
+        refused = said(field, effect, "--status", "applied", "--result-file", "result.json")
+        assert (refused.code, refused.error["code"]) == (2, "usage"), text
+        assert "outputSchema" in refused.error["message"]
+    assert field.rows("SELECT * FROM audit_events") == before
+    assert field.rows("SELECT * FROM effect_reconciliations") == []
+    field.text("result.json", '{"count": 7, "exitCode": 0}')
+    assert said(field, effect, "--status", "applied", "--result-file", "result.json").code == 0
+    outcome = field.json("resume", result.data["runId"])
+    assert (outcome.code, outcome.data["output"]) == (0, {"a": {"count": 7, "exitCode": 0}})
+    field.assert_sound()
 
 
 def test_an_effect_that_was_not_applied_gets_a_fresh_attempt(field: Field) -> None:

@@ -2,10 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
+import sqlite3
+from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 from support import tampering
+from support.children import wait_until
+from support.field import Field, kill
+from support.rows import TABLES
 
 RECORDS = {
     "effects": ("UPDATE effects SET format_version = 99", "an effect"),
@@ -67,3 +74,96 @@ def test_resume_says_nothing_of_going_on_before_it_refuses(cli: Any, what: str) 
     assert (result.code, result.out) == (5, "")
     assert "resumed" not in result.err
     assert "newer agentctl" in result.err
+
+
+@pytest.fixture
+def field(tmp_path: Path) -> Iterator[Field]:
+    made = Field(tmp_path)
+    made.lease(5, 1)
+    yield made
+    made.close()
+
+
+def _tables(database: Path) -> dict[str, list[tuple[Any, ...]]]:
+    with contextlib.closing(sqlite3.connect(database, timeout=60)) as connection:
+        return {table: connection.execute(f"SELECT * FROM {table}").fetchall() for table in TABLES}  # noqa: S608
+
+
+def test_workers_take_nothing_of_such_a_run_and_go_on_when_it_is_none_any_more(field: Field) -> None:
+    """Everybody has died in the middle of it: what was claimed is not rescued, and what is ready is not claimed."""
+    started = field.start(
+        "run", field.workflow("one", [field.tick_fan("a", 6, 0.3, idempotent=True)]), "--workers", "1"
+    )
+    wait_until(lambda: len(field.lines()) > 1, "the second command")
+    while victims := field.processes():
+        kill(*victims)
+    started.wait()
+    [(run_id,)] = field.rows("SELECT run_id FROM runs")
+    sql = "SELECT * FROM {} WHERE run_id = ? ORDER BY 1, 2"
+    questions = [sql.format(table) for table in ("attempts", "tasks", "effects", "audit_events", "checkpoints")]
+    tampering.change(field.database, "UPDATE run_budgets SET format_version = 99")
+    before, done = [field.rows(question, run_id) for question in questions], field.labels()
+    pool = field.pool(2)
+    other = field.submit(field.workflow("two", [field.tick_fan("b", 6, idempotent=True)]))
+    assert field.json("wait", other).code == 0
+    assert [field.rows(question, run_id) for question in questions] == before
+    assert [label for label in field.labels() if label.startswith("a")] == done
+    field.stop(pool)
+    tampering.change(field.database, "UPDATE run_budgets SET format_version = 1 WHERE run_id = ?", run_id)
+    assert field.json("resume", run_id).code == 0
+    assert {f"a-{number}" for number in range(6)} <= set(field.labels())
+    field.check_clean_end()
+
+
+def _refused(cli: Any, *arguments: str) -> None:
+    """The command says which run, and changes nothing at all."""
+    before = _tables(cli.database)
+    result = cli.json(*arguments)
+    assert (result.code, result.error["code"]) == (5, "incompatible_version"), arguments
+    assert result.error["remedy"] == "upgrade agentctl"
+    assert _tables(cli.database) == before, arguments
+
+
+def test_nobody_answers_pauses_or_concludes(cli: Any) -> None:
+    cli.write("gate.yaml", GATE)
+    asked = cli.json("run", "gate.yaml")
+    assert asked.data["reason"] == "approval_required"
+    [approval] = cli.json("approvals", "list").data["approvals"]
+    cli.write("unclear.yaml", GATE.replace("always", "never"))
+    unclear = cli.json("run", "unclear.yaml")
+    assert unclear.data["reason"] == "uncertain_effect"
+    [effect] = cli.json("effects", "list", "--uncertain").data["effects"]
+    cli.write("result.json", "{}")
+    _change(cli, "UPDATE checkpoints SET format_version = 99")
+    for verb in ("approve", "reject"):
+        _refused(cli, "approvals", verb, approval["approvalId"])
+    for run in (asked, unclear):
+        _refused(cli, "pause", run.data["runId"])
+    said = ("effects", "reconcile", effect["request"]["id"], "--reason", "looked", "--approved", "--status")
+    _refused(cli, *said, "not-applied")
+    _refused(cli, *said, "applied", "--result-file", "result.json")
+
+
+GATE = """\
+apiVersion: agentctl.dev/v1
+kind: Workflow
+metadata: {name: gate}
+spec:
+  policy: {approval: always, processAllowlist: [sleep]}
+  actions: {wait: {kind: builtin.shell.exec, command: sleep, args: ["60"]}}
+  tasks: [{id: a, uses: action:wait, timeoutSeconds: 1}]
+"""
+
+
+def test_a_derived_run_with_a_lineage_of_the_future_is_refused(cli: Any) -> None:
+    cli.write("fails.yaml", cli.folder.joinpath("shell.yaml").read_text().replace('"true"', '"exit 1"'))
+    source = cli.json("run", "fails.yaml").data["runId"]
+    made = cli.json("retry", "fails.yaml", source, "--failed").data["runId"]
+    assert made != source
+    assert cli.json("inspect", made).code == 0
+    _change(cli, "UPDATE runs SET lineage_json = json_set(lineage_json, '$.formatVersion', 2) WHERE mode = 'retry'")
+    _refused(cli, "inspect", made)
+    _refused(cli, "retry", "fails.yaml", made, "--failed")
+    _refused(cli, "replay", made)
+    assert cli.json("inspect", source).code == 0
+    assert cli.json("db", "verify").code == 5

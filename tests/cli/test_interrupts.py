@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import sqlite3
 import subprocess
+import time
 from collections.abc import Callable, Iterator
-from contextlib import closing, contextmanager
+from contextlib import closing, contextmanager, suppress
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -54,6 +57,47 @@ def test_a_wait_behind_a_foreign_lock_says_so_and_ends_at_a_signal(cli: Any, ver
         process.send_signal(number)
         out, err = process.communicate(timeout=60)
         assert (process.returncode, out, err) == (130, "", "")
+    assert _picture(cli) == before
+
+
+def test_a_limit_of_time_counts_while_the_run_waits_to_be_created(cli: Any) -> None:
+    """It is over when the run exists at last, so nothing of it is executed: not even what needs no worker."""
+    cli.json("memory", "put", "a", "1")
+    limit = 0.5
+    with _locked(cli):
+        process = cli.start("run", "hello.yaml", "--timeout-seconds", str(limit), "--output", "json")
+        assert "write lock" in process.stderr.readline()
+        over = time.monotonic() + limit
+        wait_until(lambda: time.monotonic() > over, "the limit is over")
+    out, _ = process.communicate(timeout=60)
+    outcome = json.loads(out)["data"]
+    assert (process.returncode, outcome["state"], outcome["reason"]) == (130, "cancelled", "cancel_requested")
+    assert outcome["cancelReason"] == "--timeout-seconds 0.5 is over"
+    [task] = cli.json("inspect", outcome["runId"]).data["tasks"]
+    assert (task["state"], task["attempt"], task["output"]) == ("cancelled", 0, None)
+
+
+def _looks_at(process: subprocess.Popen[str], database: Path) -> bool:
+    """Whether a process has opened a database."""
+    folder = Path(f"/proc/{process.pid}/fd")
+    for name in os.listdir(folder):
+        with suppress(FileNotFoundError):
+            if os.readlink(folder / name) == str(database.resolve()):
+                return True
+    return False
+
+
+@pytest.mark.parametrize("number", SIGNALS)
+@pytest.mark.parametrize("verb", ["wait", "watch"])
+def test_who_only_looks_on_leaves_at_a_signal(cli: Any, verb: str, number: signal.Signals) -> None:
+    run_id = cli.json("submit", "hello.yaml").data["runId"]
+    before = _picture(cli)
+    process = cli.start(verb, run_id)
+    wait_until(lambda: _looks_at(process, cli.database), "it looks at the run")
+    process.send_signal(number)
+    _, err = process.communicate(timeout=60)
+    assert process.returncode == 130
+    assert "Traceback" not in err
     assert _picture(cli) == before
 
 

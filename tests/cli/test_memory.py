@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sqlite3
+from contextlib import closing
 from typing import Any
 
 import pytest
@@ -100,6 +101,33 @@ def test_an_entry_whose_time_is_over_is_not_found(cli: Any) -> None:
     gone = cli.json("memory", "get", "k")
     assert (gone.code, gone.error["code"]) == (5, "not_found")
     assert cli.json("memory", "search", "copper").data["count"] == 0
+
+
+def test_a_task_does_not_write_over_an_entry_of_a_newer_agentctl_whose_time_is_over(cli: Any) -> None:
+    """Its task fails, by name and at once; its worker lives on and does the next one."""
+    assert cli("memory", "put", "k", "copper", "--retention-days", "1").code == 0
+    entry = "SELECT * FROM long_term_memory WHERE memory_key = 'k'"
+    with closing(sqlite3.connect(cli.database)) as connection, connection:
+        connection.execute("UPDATE long_term_memory SET format_version = 99, expires_at = updated_at")
+        before = connection.execute(entry).fetchall()
+    cli.write(
+        "flow.yaml",
+        "apiVersion: agentctl.dev/v1\nkind: Workflow\nmetadata: {name: flow}\nspec:\n"
+        "  policy: {approval: never}\n"
+        "  actions: {keep: {kind: builtin.long_term_memory.write}}\n"
+        "  tasks:\n"
+        "    - {id: over, uses: action:keep, with: {key: k, value: 1}, failure: continue}\n"
+        "    - {id: beside, uses: action:keep, with: {key: other, value: 2}}\n",
+    )
+    run = cli.json("run", "flow.yaml", "--workers", "1")
+    assert run.code == 4, run.err
+    over, beside = cli.json("inspect", run.data["runId"]).data["tasks"]
+    assert (over["state"], over["error"]["code"], beside["state"]) == ("failed", "incompatible_version", "succeeded")
+    assert "newer agentctl" in over["error"]["message"]
+    with closing(sqlite3.connect(cli.database)) as connection:
+        assert connection.execute("SELECT delivery, lost FROM attempts").fetchall() == [(1, 0), (1, 0)]
+        assert connection.execute("SELECT COUNT(DISTINCT holder) FROM attempts").fetchone() == (1,)
+        assert connection.execute(entry).fetchall() == before
 
 
 BAD: list[tuple[list[str], int, str, str]] = [

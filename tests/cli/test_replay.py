@@ -142,6 +142,30 @@ def test_a_cancelled_run(field: Field, undo: Undo) -> None:
     undo.sound()
 
 
+def test_a_decision_is_kept_over_a_retry(field: Field, undo: Undo) -> None:
+    """It is made once, before the first attempt; the second one, which succeeds, does not lose it."""
+    script = '[ -e "$1" ] || { touch "$1"; exit 1; }'
+
+    def flaky(id: str, label: str, **fields: Any) -> dict[str, Any]:
+        task = undo.task(id, uses="again", undo=None, retry={"maxAttempts": 2, "backoffMs": 0}, **fields)
+        return {**task, "with": undo.arguments(script, label)}
+
+    often = {"maxIterations": 3, "while": "${{ vars.loopIndex < 2 }}"}
+    tasks = [flaky("a", "a", when="inputs.go"), flaky("each", "each-${{ vars.loopIndex }}", loop=often)]
+    result = field.json("run", undo.write(tasks, inputs={"go": True}))
+    assert result.code == 0, result.out
+    made = field.json("replay", result.data["runId"]).data["runId"]
+    first, again = (field.json("inspect", run_id).data["tasks"] for run_id in (result.data["runId"], made))
+    assert [task["attempt"] for task in first[:4]] == [2, 2, 2, 0]
+    decisions = [task["decision"] for task in first[:4]]
+    assert [decision and decision["result"] for decision in decisions] == [True, True, True, False]
+    assert [task["decision"] for task in again[:4]] == decisions
+    assert [decision["expression"] for decision in decisions[:2]] == ["inputs.go", "${{ vars.loopIndex < 2 }}"]
+    told = [event["payload"] for event in field.json("events", result.data["runId"]).data["events"]]
+    assert [item["decision"] for item in told if "decision" in item] == decisions
+    undo.sound()
+
+
 def test_a_run_that_is_not_there(field: Field, undo: Undo) -> None:
     assert field.json("run", undo.write([undo.task("a")])).code == 0
     missing = field.json("replay", "run-nothing")

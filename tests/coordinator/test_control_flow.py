@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import json
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -10,9 +11,10 @@ from typing import Any
 import pytest
 from agentctl.coordinator.diagnostics import DocumentError
 from agentctl.coordinator.plan import CompiledTask, Plan
+from agentctl.store.canonical import canonical
 from agentctl.store.errors import IncompatibleVersion
 from support.clock import ManualClock
-from support.control import Bench, bench
+from support.control import Bench, Outcome, bench
 from support.rows import check_chains, scalar
 
 Build = Callable[..., Plan]
@@ -390,6 +392,105 @@ def test_a_failed_iteration_ends_its_loop(table: Bench) -> None:
     assert [item["error"] for item in output["items"]] == [None, "no more", NOT_DONE]
     assert (done.tasks["again"].state, done.tasks["after"].state) == ("succeeded", "succeeded")
     assert done.tasks["again"].decision is None, "after a failure there is no last decision"
+
+
+# -- values that grow --------------------------------------------------------------------------------------------------
+
+DOUBLES = (
+    ACTIONS
+    + """\
+  tasks:
+    - id: grow
+      uses: action:set
+      loop: {maxIterations: 12, while: "${{ vars.loopIndex < 1000 }}", initial: {value: seed}}
+      with: {before: "${{ vars.loopPrevious }}"}
+"""
+)
+"""The output of `builtin.assign` holds what it was given twice."""
+SCHEDULER = "agentctl.coordinator.scheduler"
+
+
+def fault(done: Outcome, task: str | None) -> tuple[str, int, int]:
+    """The run has failed for a value that was too large: (words, length, limit)."""
+    assert (done.state, done.error["code"], done.error["taskId"]) == ("failed", "too_large", task)
+    assert done.error["retryable"] is False
+    return done.error["message"], done.error["details"]["characters"], done.error["details"]["limit"]
+
+
+def test_a_loop_whose_value_doubles_fails_at_the_limit(table: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(f"{SCHEDULER}.MAX_INPUT_CHARACTERS", 5000)
+    done = table.run(DOUBLES)
+    states = [task.state for task in done.tasks.values()]
+    failed = states.index("failed")
+    assert 2 < failed < 10
+    assert states == ["succeeded"] * failed + ["failed"] + ["cancelled"] * (12 - failed)
+    message, length, limit = fault(done, list(done.tasks)[failed])
+    assert "files" in message
+    assert 5000 == limit < length < 4 * limit
+    outputs = [len(json.dumps(task.output, separators=(",", ":"))) for task in done.tasks.values() if task.output]
+    assert max(outputs) < 3 * limit
+    check_chains(table.store)
+
+
+def test_what_just_fits_into_an_input_is_no_fault(table: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    spec = ACTIONS + "  tasks:\n    - {id: a, uses: action:set, with: {n: '${{ inputs.n }}'}}\n  inputs: {n: ''}\n"
+    monkeypatch.setattr(f"{SCHEDULER}.MAX_INPUT_CHARACTERS", 100)
+    assert table.run(spec, {"n": "x" * (100 - len('{"n":""}'))}).state == "succeeded"
+    _, length, limit = fault(table.run(spec, {"n": "x" * (101 - len('{"n":""}'))}), "a")
+    assert (length, limit) == (101, 100)
+
+
+def test_an_aggregate_that_is_too_large_fails(table: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(f"{SCHEDULER}.MAX_AGGREGATE_CHARACTERS", 2000)
+    spec = ACTIONS + (
+        "  tasks:\n    - {id: each, uses: action:set, foreach: {items: [1, 2, 3, 4]}, with: {n: '${{ inputs.n }}'}}\n"
+        "    - {id: after, uses: action:set, needs: [each]}\n  inputs: {n: ''}\n  outputs: {}\n"
+    )
+    assert table.run(spec, {"n": ""}).state == "succeeded"
+    done = table.run(spec, {"n": "x" * 500})
+    message, length, limit = fault(done, "each")
+    assert "children" in message
+    assert limit == 2000 < length
+    assert list(done.states().values()) == [*["succeeded"] * 4, "failed", "cancelled"]
+
+
+def test_an_aggregate_of_a_loop_that_is_too_large_fails(table: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(f"{SCHEDULER}.MAX_AGGREGATE_CHARACTERS", 2000)
+    done = table.run(DOUBLES.replace("< 1000", "< 4"))
+    fault(done, "grow")
+    assert list(done.states().values()) == [*["succeeded"] * 4, *["skipped"] * 8, "failed"]
+
+
+def test_an_output_of_the_run_that_is_too_large_fails_it(table: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(f"{SCHEDULER}.MAX_AGGREGATE_CHARACTERS", 2000)
+    spec = ACTIONS + (
+        "  tasks:\n    - {id: a, uses: action:set, with: {n: '${{ inputs.n }}'}}\n  inputs: {n: ''}\n"
+        "  outputs: {one: '${{ tasks.a.output }}', two: '${{ tasks.a.output }}'}\n"
+    )
+    assert table.run(spec, {"n": ""}).state == "succeeded"
+    done = table.run(spec, {"n": "x" * 800})
+    message, length, limit = fault(done, None)
+    assert "output of the run" in message
+    assert limit == 2000 < length
+    assert (done.states(), done.output) == ({"a": "succeeded"}, None)
+
+
+def test_too_little_memory_for_an_input_fails_its_task_alone(table: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    def starved(value: Any) -> str:
+        if value == {"m": "huge"}:
+            raise MemoryError
+        return canonical(value)
+
+    monkeypatch.setattr(f"{SCHEDULER}.canonical", starved)
+    spec = ACTIONS + (
+        "  tasks:\n    - {id: a, uses: action:set, failure: continue, with: {m: '${{ inputs.n }}'}}\n"
+        "    - {id: b, uses: action:set, with: {m: small}}\n  inputs: {n: huge}\n"
+    )
+    done = table.run(spec)
+    assert (done.state, done.states()) == ("failed", {"a": "failed", "b": "succeeded"})
+    assert (done.tasks["a"].error["code"], done.tasks["a"].error["retryable"]) == ("too_large", False)
+    assert "memory" in done.tasks["a"].error["message"]
+    assert table.run(spec, {"n": "small"}).state == "succeeded"
 
 
 # -- sub-workflows -----------------------------------------------------------------------------------------------------

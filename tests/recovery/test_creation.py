@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+import signal
 import time
 from pathlib import Path
 
@@ -17,8 +18,10 @@ from agentctl.store.engine import Store
 from agentctl.store.errors import ConflictError, NotFoundError
 from agentctl.store.faults import Faults
 from agentctl.store.verification import require_sound
+from support.children import wait_until
 from support.clock import FixedIds, ManualClock
 from support.constructs import Program, write_program
+from support.field import state_of
 from support.play import Play, compiled
 from support.recovery import GATE, Place, gate
 from support.rows import rows
@@ -114,6 +117,36 @@ def test_a_source_that_changes_after_the_plan(tmp_path: Path) -> None:
         assert rows(store, "SELECT task_id FROM tasks") == []
     finally:
         store.close()
+
+
+@pytest.mark.parametrize("damage", ["gone", "other"])
+def test_an_artifact_that_goes_after_the_plan(place: Place, damage: str) -> None:
+    """The bytes are read once more before the run exists (contract 8)."""
+    make = {"kind": "builtin.shell.exec", "command": "sh", "args": ["-c", "mkdir -p out; echo made > out/made"]}
+    file = place.workflow(
+        "keeps",
+        [{"id": "make", "uses": "action:make"}, gate(place, "bad", "ok", needs=["make"])],
+        actions={**GATE, "make": {**make, "artifacts": ["out/made"]}},
+        policy={"approval": "never", "processAllowlist": ["sh"], "writableRoots": ["out"]},
+    )
+    source = place.go(file, code=4)
+    [blob] = [path for path in (place.database.parent / "artifacts" / "sha256").rglob("*") if path.is_file()]
+    place.text("ok", "")
+    waiting = place.start("retry", file, source, "--failed", "--output", "json", env={"AGENTCTL_FAULT": STOPPED})
+    wait_until(lambda: state_of(waiting.pid) == "T", "it stands before the creation")
+    blob.chmod(0o600)
+    if damage == "gone":
+        blob.unlink()
+    else:
+        blob.write_bytes(b"fake\n")
+    waiting.signal(signal.SIGCONT)
+    refused = waiting.wait()
+    assert (refused.code, refused.error["code"]) == (5, "conflict")
+    assert "nothing was created" in refused.error["message"]
+    assert place.rows("SELECT run_id FROM runs") == [(source,)]
+
+
+STOPPED = "before_derived_run:stop"
 
 
 def smallest() -> Program:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from typing import Any
 
+import pytest
 from support.children import wait_until
 from support.recovery import GATE, Place, gate, rules
 
@@ -120,6 +121,30 @@ def test_a_search_that_is_repaired_sees_what_was_written_later(place: Place) -> 
     assert any("long-term memory" in text for text in plan["warnings"])
     fresh = place.derive("repair", file, source, *options)
     assert {task["taskId"]: task for task in place.record(fresh["runId"])["tasks"]}["find"]["output"]["count"] == 1
+
+
+@pytest.mark.parametrize("kind", ["read", "search"])
+def test_what_was_read_elsewhere_is_not_reused(place: Place, kind: str) -> None:
+    """Where long-term memory is read stands beside the action, and is a part of what the task is."""
+    with_ = {"read": {"key": "price"}, "search": {"query": "price"}}[kind]
+    find = {"id": "find", "uses": "action:find", "with": with_}
+
+    def file(namespace: str) -> str:
+        return place.workflow(
+            "ns",
+            [find, gate(place, "bad", "ok", needs=["find"], failure="continue")],
+            actions={**GATE, "find": {"kind": f"builtin.long_term_memory.{kind}"}},
+            memory={"longTerm": {"namespace": namespace}},
+        )
+
+    for namespace, price in (("prod", "100"), ("staging", "7")):
+        place.go(file(namespace), code=4)  # the first one makes the database
+        assert place.json("memory", "put", "price", price, "--namespace", namespace).code == 0
+    source = place.go(file("prod"), code=4)
+    plan = place.plan("repair", file("staging"), source, "--from", "bad", compatible=False)
+    assert rules(plan) == {"find": "definition_fingerprint_mismatch"}
+    place.text("ok", "")
+    place.derive("repair", file("prod"), source, "--from", "bad")
 
 
 def nested(place: Place) -> str:

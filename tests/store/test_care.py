@@ -11,7 +11,7 @@ from pathlib import Path
 
 import apsw
 import pytest
-from agentctl.store import migrate, process_identity, reconciliations
+from agentctl.store import migrate, process_identity, reconciliations, runs
 from agentctl.store.backup import backup, restore
 from agentctl.store.engine import Store
 from agentctl.store.errors import (
@@ -26,10 +26,11 @@ from agentctl.store.faults import Faults
 from agentctl.store.records import EffectEnd, NewReconciliation
 from agentctl.store.retention import collect_runs
 from agentctl.store.verification import statistics, verify
-from support.artifacts import assert_sound, collect, digest_of, files_of, ingest, litter, names_in
+from support import tampering
+from support.artifacts import HOUR, assert_sound, collect, digest_of, files_of, ingest, litter, names_in
 from support.builders import Driver, Hand, effect_request, new_run, open_store, process_row
 from support.clock import ManualClock
-from support.rows import check_chains, rows, scalar
+from support.rows import check_chains, everything, rows, scalar
 
 DAY = 24 * 3600 * 1000
 STATES = ("succeeded", "failed", "cancelled")
@@ -445,6 +446,77 @@ def test_what_somebody_still_needs_stays(store: Store, clock: ManualClock) -> No
     store.reconcile(NewReconciliation("reconciliation-1", request.effect_id, "not_applied", "me", "looked", "{}", "{}"))
     clock.advance(1)
     assert gc(store, days=0)["runs"]["removed"] == ["run-doubt"]  # type: ignore[index]
+
+
+def write_lineage(store: Store, version: int) -> None:
+    store.database.connection.execute("UPDATE runs SET lineage_json = json_object('formatVersion', ?)", (version,))
+
+
+@pytest.mark.parametrize(
+    ("table", "column"),
+    [
+        *[pytest.param(table, column, id=table) for _, table, column, _ in runs.VERSIONED],
+        *[pytest.param("runs", column, id=column) for column in ("runtime_state_version", "plan_format_version")],
+    ],
+)
+def test_what_a_newer_agentctl_has_written_stays(store: Store, clock: ManualClock, table: str, column: str) -> None:
+    finished_run(store, "run-0", {"a": b"one"})
+    write_lineage(store, 1)
+    tampering.future(store.database.connection, "run-0", table, column)
+    clock.advance(365 * DAY / 1000)
+    keeps_run_0(store)
+
+
+def test_a_run_whose_lineage_a_newer_agentctl_has_written_stays(store: Store, clock: ManualClock) -> None:
+    finished_run(store, "run-0", {"a": b"one"})
+    write_lineage(store, 2)
+    clock.advance(365 * DAY / 1000)
+    keeps_run_0(store)
+    write_lineage(store, 1)
+    assert gc(store)["runs"]["removed"] == ["run-0"]  # type: ignore[index]
+
+
+def keeps_run_0(store: Store) -> None:
+    before = everything(store)
+    kept = [{"runId": "run-0", "why": "written_by_a_newer_agentctl"}]
+    for dry_run in (True, False):
+        report = gc(store, days=0, dry_run=dry_run)
+        assert report["runs"] == {"considered": 1, "removed": [], "kept": kept}
+        assert report["artifacts"]["considered"] == 0  # type: ignore[index]
+    assert everything(store) == before
+    assert files_of(store) == {digest_of(b"one")}
+
+
+@pytest.mark.parametrize("state", STATES)
+def test_a_run_that_somebody_may_ingest_for_stays_until_the_lease_is_over(
+    store: Store, clock: ManualClock, state: str
+) -> None:
+    """What it has ingested and did not come to commit is protected for an hour, so the run is as well."""
+    store.create_run(new_run("run-0", 1))
+    driver = Driver(store, "run-0")
+    driver.enqueue([0])
+    hand = Hand(store)
+    claim = hand.take()
+    request = effect_request(claim)
+    hand.start(claim, request)
+    ingest(store, claim, {"a": b"one"}, EffectEnd(request.effect_id, "succeeded", "1"))
+    hand.finish(claim, "failed")
+    driver.commit()
+    driver.end(state)
+    for seconds in (0.001, HOUR - 0.002):
+        clock.advance(seconds)
+        for dry_run in (True, False):
+            report = gc(store, days=0, dry_run=dry_run)
+            kept = [{"runId": "run-0", "why": "ingestion_lease"}]
+            assert report["runs"] == {"considered": 1, "removed": [], "kept": kept}
+            assert report["artifacts"]["removed"] == []  # type: ignore[index]
+    assert files_of(store) == {digest_of(b"one")}
+    assert verify(store.database, store.artifacts)["ok"]
+    clock.advance(0.001)
+    report = gc(store, days=0)
+    assert report["runs"] == {"considered": 1, "removed": ["run-0"], "kept": []}
+    assert report["artifacts"]["removed"] == [digest_of(b"one")]  # type: ignore[index]
+    assert files_of(store) == set()
 
 
 def test_a_conclusion_counts_although_the_clock_was_set_back(store: Store, clock: ManualClock) -> None:

@@ -5,13 +5,23 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
+from agentctl.store import ledger
 from agentctl.store.answers import MAX_UNITS
 from agentctl.store.clock import LAST_INSTANT
 from agentctl.store.engine import Store
 from agentctl.store.proofs import ledger_problems
-from agentctl.store.records import AttemptHeld, Claim, EffectEnd, EffectRequest, StartedEffect, StartRefused
+from agentctl.store.records import (
+    AttemptHeld,
+    Claim,
+    EffectEnd,
+    EffectRequest,
+    NewReconciliation,
+    StartedEffect,
+    StartRefused,
+)
 from support.builders import Driver, Hand, effect_request, new_run, open_store
 from support.clock import ManualClock
 from support.rows import attempt, check_chains, effect, ledger_line, rows, scalar, task_state
@@ -132,6 +142,55 @@ def test_a_lost_dispatch_stays_charged_with_all_that_it_held(store: Store, limit
     assert Hand(store).start(again, request) == StartedEffect(2)
     for dimension, limit in limits.items():
         assert ledger_line(store, dimension) == (limit, held[dimension], held[dimension])
+
+
+def as_shown(store: Store, run_id: str = "run-1") -> tuple[dict[str, int], dict[str, int]]:
+    """(used, reserved) as `inspect` shows them, without what is nothing and without the wall time."""
+    with store.database.read() as tx:
+        shown: dict[str, Any] = ledger.as_json(tx, run_id, now=store.clock.now())
+    return tuple(  # type: ignore[return-value]
+        {name: units for name, units in shown[part].items() if units and name != "wallTimeSeconds"}
+        for part in ("usage", "reserved")
+    )
+
+
+ESTIMATE = {"toolCalls": 1, "processOutputBytes": 100}
+
+
+def test_without_a_limit_as_much_is_reserved_and_lost(store: Store) -> None:
+    """Each run has a ledger, also for what it does not limit (seed)."""
+    claim, *_ = begin(store, {"toolCalls": 5}, tasks=1)
+    request, _ = start(store, claim, ESTIMATE, idempotency="keyed")
+    assert as_shown(store) == ({}, ESTIMATE)
+    store.rescue([(claim.fence.attempt_id, 1)], dead=[], why="died", actor="x")
+    assert as_shown(store) == (ESTIMATE, {})
+    again = Hand(store).take()
+    assert Hand(store).start(again, request) == StartedEffect(2)
+    assert as_shown(store) == (ESTIMATE, ESTIMATE)
+    used = {"toolCalls": 1, "processOutputBytes": 7}
+    Hand(store).finish(again, effect=EffectEnd(request.effect_id, "succeeded", usage=used, dispatch=2))
+    assert as_shown(store) == ({"toolCalls": 2, "processOutputBytes": 107}, {})
+
+
+@pytest.mark.parametrize("status", ["applied", "not_applied"])
+def test_without_a_limit_a_conclusion_settles_as_much(store: Store, status: str) -> None:
+    claim, *_ = begin(store, {}, tasks=1)
+    request, _ = start(store, claim, ESTIMATE)
+    store.rescue([(claim.fence.attempt_id, 1)], dead=[], why="died", actor="x")
+    assert as_shown(store) == ({}, ESTIMATE)
+    words = ("me", "looked", "{}", "{}", "{}" if status == "applied" else None)
+    store.reconcile(NewReconciliation("r-1", request.effect_id, status, *words))
+    assert as_shown(store) == (ESTIMATE if status == "applied" else {}, {})
+    if status == "applied":
+        store.reconcile(NewReconciliation("r-2", request.effect_id, status, *words))
+        assert as_shown(store) == (ESTIMATE, {}), "said twice, used once"
+
+
+def test_without_a_limit_what_was_not_dispatched_is_given_back(store: Store) -> None:
+    claim, *_ = begin(store, {}, tasks=1)
+    request, _ = start(store, claim, ESTIMATE)
+    store.release(claim, effect=EffectEnd(request.effect_id, "requested"), reason="drain")
+    assert as_shown(store) == ({}, {})
 
 
 def test_an_uncertain_effect_keeps_its_reservation(store: Store) -> None:

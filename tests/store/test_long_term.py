@@ -276,6 +276,33 @@ def test_what_has_expired_long_ago_is_pruned(store: Store, clock: ManualClock) -
     assert left == {"stays", *(f"k{number}" for number in range(500, 600))}
 
 
+def test_what_has_expired_of_a_newer_agentctl_is_neither_counted_nor_pruned(store: Store, clock: ManualClock) -> None:
+    for key in ("old", "newer"):
+        store.memory_put(write_of(key, expires_at=clock.now() + 1))
+    with store.database.write() as tx:
+        tx.execute("UPDATE long_term_memory SET format_version = 2 WHERE memory_key = 'newer'")
+    clock.advance(365 * DAY_MS / 1000)
+    assert store.memory_expired(older_than_ms=0) == 1
+    assert store.memory_collect(older_than_ms=0) == 1
+    assert rows(store, "SELECT memory_key FROM long_term_memory") == [("newer",)]
+    assert (store.memory_expired(older_than_ms=0), store.memory_collect(older_than_ms=0)) == (0, 0)
+
+
+def test_an_entry_of_a_newer_agentctl_whose_time_is_over_is_not_lost(store: Store, clock: ManualClock) -> None:
+    """It is not there for who looks, and nobody writes over it either."""
+    store.memory_put(write_of("k", "copper", expires_at=clock.now() + 1))
+    with store.database.write() as tx:
+        tx.execute("UPDATE long_term_memory SET format_version = 2")
+    clock.advance(1)
+    before = everything(store)
+    assert store.memory_entry("n", "k") is None
+    with pytest.raises(IncompatibleVersion, match="newer agentctl"):
+        store.refuse_newer_entry("n", "k")
+    with pytest.raises(IncompatibleVersion, match="newer agentctl"):
+        store.memory_put(write_of("k", "lost"))
+    assert everything(store) == before
+
+
 def test_an_entry_of_a_newer_agentctl_is_neither_shown_nor_lost(store: Store) -> None:
     store.memory_put(write_of("k", "copper"))
     with store.database.write() as tx:

@@ -186,6 +186,15 @@ def test_an_entry_of_a_newer_agentctl_fails_the_effect_and_stays(store: Store) -
         assert (outcome.error or {})["code"] == "incompatible_version"
 
 
+def test_an_entry_of_a_newer_agentctl_whose_time_is_over_is_not_written_over(store: Store, clock: ManualClock) -> None:
+    fill(store, "k", "copper")
+    with store.database.write() as tx:
+        tx.execute("UPDATE long_term_memory SET format_version = 2, expires_at = ?", (clock.now(),))
+    outcome = execute(planned("write", {"key": "k", "value": 1}), store)
+    assert (outcome.status, outcome.memory) == ("failed", None)
+    assert (outcome.error or {})["code"] == "incompatible_version"
+
+
 @pytest.mark.parametrize(
     ("kind", "given", "message"),
     [

@@ -10,7 +10,7 @@ which never raises for anything that the outside world does: the outcome is data
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from importlib import import_module
 from typing import TYPE_CHECKING, Any, Final, Literal, Protocol, TypeAlias
 
@@ -74,7 +74,8 @@ class Work:
 class EffectContext:
     """What a dispatch knows: the effect's id, its cancel token, the clock that its limits are measured by, the
     worker (process id of the store) that dispatches, and the database, for effects that look at it. With `fence` an
-    effect may tell about itself while it runs; `reach` is for crash points (see `store.faults`)."""
+    effect may tell about itself while it runs; `reach` is for crash points (see `store.faults`). `repeats` is the
+    idempotency key, where that is not the id: that of the effect which this one repeats."""
 
     effect_id: str
     token: CancelToken
@@ -83,6 +84,12 @@ class EffectContext:
     store: Store | None = None
     fence: Fence | None = None
     reach: Callable[[str], None] = lambda point: None
+    repeats: str | None = None
+
+    @property
+    def key(self) -> str:
+        """By what the other side tells a repetition, and we the processes of the effect."""
+        return self.repeats or self.effect_id
 
     def tell(self, note: ProtocolNote) -> None:
         """Make it durable what is known of the remote side by now. Raises `LeaseLost`: then nothing more is sent."""
@@ -231,6 +238,19 @@ def _load(kind: str) -> Preparer:
     module, name = _BUILTIN[kind]
     preparer: Preparer = getattr(import_module(f"{__name__}.{module}"), name)
     return preparer
+
+
+def kept(work: Work) -> Keeps | None:
+    """What a succeeded effect of this work leaves, without planning it again: its secrets, its working folder and its
+    program may be gone, and its result is recorded. Raises `TaskFault` as `prepare` does."""
+    if work.kind == "builtin.shell.exec":
+        from .shell import kept_by_command
+
+        return kept_by_command(work)
+    if work.kind == "builtin.write":
+        planned = prepare(replace(work, force_effect=True))
+        return planned.keeps if isinstance(planned, EffectPlan) else None
+    return None
 
 
 def refuse_cancelled(context: EffectContext) -> EffectOutcome | None:

@@ -150,7 +150,7 @@ def _execute(extension: _Extension, context: EffectContext) -> EffectOutcome:
     message = canonical(
         {
             "protocolVersion": extension.contract["protocolVersion"],
-            "effectId": context.effect_id,
+            "effectId": context.key,
             "input": extension.input,
         }
     )
@@ -182,7 +182,7 @@ def _run(
             argv=[*extension.argv, flag],
             environment={
                 **extension.environment,
-                EFFECT_MARKER.encode(): context.effect_id.encode(),
+                EFFECT_MARKER.encode(): context.key.encode(),
                 HOLDER_MARKER.encode(): context.holder.encode(),
             },
             cwd=extension.cwd,
@@ -232,7 +232,7 @@ def _invocation(extension: _Extension, context: EffectContext, result: ProcessRe
     said = _object(result.stdout, {"protocolVersion", "effectId", "output"}, "the answer")
     if isinstance(said, TaskFault):
         return said
-    wanted = {"protocolVersion": extension.contract["protocolVersion"], "effectId": context.effect_id}
+    wanted = {"protocolVersion": extension.contract["protocolVersion"], "effectId": context.key}
     for field, value in wanted.items():
         if said[field] != value:
             return TaskFault(

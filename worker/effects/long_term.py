@@ -95,7 +95,7 @@ def _write(
     namespace: str, key: str, entry: dict[str, Any], days: int | None, chosen: Embedder, context: EffectContext
 ) -> EffectOutcome:
     store = _store(context)
-    store.memory_entry(namespace, key)  # an entry of a newer agentctl is not lost to an older one
+    store.refuse_newer_entry(namespace, key)  # it is not lost to an older one
     expires_at = None if days is None else store.clock.now() + days * DAY_MS
     write = new_write(namespace, key, entry, chosen, expires_at)
     output: dict[str, Any] = {

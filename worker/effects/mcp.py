@@ -202,7 +202,7 @@ async def _session(call: _Call, state: _State, context: EffectContext, guard: Gu
     from .mcp_http import Bridge
 
     peer = call.peer
-    keyed = {IDEMPOTENCY_HEADER: context.effect_id} if call.idempotency == "keyed" else {}
+    keyed = {IDEMPOTENCY_HEADER: context.key} if call.idempotency == "keyed" else {}
     inner = AsyncPolicyTransport(peer.policy, guard, tls=peer.tls)
     bridge = Bridge(inner, {_CALL: keyed})
     at_work: dict[str, Any] = {}
@@ -379,7 +379,7 @@ async def _ask(
     """`tools/call` and its answer, which is the result of the effect. Raises `_Problem`."""
     from mcp.types import CallToolRequest, CallToolRequestParams, CallToolResult
 
-    meta: Any = {IDEMPOTENCY_META: context.effect_id} if call.idempotency == "keyed" else None
+    meta: Any = {IDEMPOTENCY_META: context.key} if call.idempotency == "keyed" else None
     at_work["method"] = _CALL
     state.sent = True
     request = CallToolRequest(params=CallToolRequestParams(name=call.tool, arguments=call.arguments, _meta=meta))

@@ -98,7 +98,7 @@ def prepare_shell(work: Work) -> EffectPlan:
     }
     if stdin is not None:
         effect_input["stdinDigest"] = sha256(stdin).hexdigest()
-    keeps = _declared(given.get("artifacts", action.get("artifacts")), work, workspace)
+    keeps = kept_by_command(work)
     expected: dict[str, Any] = {"command": command, "args": arguments, "cwd": folder}
     if keeps is not None:
         effect_input["artifacts"] = expected["artifacts"] = list(keeps.patterns)
@@ -176,8 +176,9 @@ def arguments_of(value: Any) -> list[str]:
     return [_scalar(item, f"args[{index}]") for index, item in enumerate(value)]
 
 
-def _declared(value: Any, work: Work, workspace: str) -> Declared | None:
+def kept_by_command(work: Work) -> Declared | None:
     """The paths and globs of `artifacts`: of the task's `with` if it gives any, else of the action."""
+    value, workspace = work.input.get("artifacts", work.action.get("artifacts")), workspace_of(work)
     if not value:
         return None
     if not isinstance(value, list):
@@ -285,7 +286,7 @@ def _execute(launch: _Launch, context: EffectContext) -> EffectOutcome:
                 argv=launch.argv,
                 environment={
                     **launch.environment,
-                    _MARKER: context.effect_id.encode(),
+                    _MARKER: context.key.encode(),
                     _HOLDER: context.holder.encode(),
                 },
                 cwd=launch.cwd,
