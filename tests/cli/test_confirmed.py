@@ -70,6 +70,21 @@ def test_a_folder_that_is_gone_is_not_looked_for_again(field: Field) -> None:
     carried_on(field, killed_while_storing(field, one(field, sh(script, cwd="place", artifacts=["out/made"])), {}))
 
 
+def test_a_file_that_was_replaced_is_not_looked_at_again(field: Field) -> None:
+    """What is kept is what the confirmed write wrote, whatever lies there by now."""
+    file = one(field, {"kind": "builtin.write"}, **{"with": {"path": "out/made", "content": "made\n"}})
+    field.coordinator()
+    run_id = field.submit(file)
+    worker = field.start("worker", "start", env={"AGENTCTL_FAULT": "after_staging"})
+    assert worker.wait().code == -signal.SIGKILL
+    (field.folder / "out" / "made").write_bytes(b"\xff" * 2_000_000)
+    worker = field.start("worker", "start")
+    assert field.json("wait", run_id).code == 0
+    field.stop(worker)
+    [kept] = field.json("artifacts", "list").data["references"]
+    assert (kept["path"], kept["sizeBytes"]) == ("out/made", 5)
+
+
 ONCE_IN_VAIN = "echo $AGENTCTL_EFFECT_ID >> ledger; [ $(wc -l < ledger) -ge 2 ] || exec sleep 60"
 
 

@@ -10,7 +10,7 @@ which never raises for anything that the outside world does: the outcome is data
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from importlib import import_module
 from typing import TYPE_CHECKING, Any, Final, Literal, Protocol, TypeAlias
 
@@ -248,8 +248,9 @@ def kept(work: Work) -> Keeps | None:
 
         return kept_by_command(work)
     if work.kind == "builtin.write":
-        planned = prepare(replace(work, force_effect=True))
-        return planned.keeps if isinstance(planned, EffectPlan) else None
+        from .files import kept_by_write
+
+        return kept_by_write(work)
     return None
 
 

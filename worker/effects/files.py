@@ -136,22 +136,9 @@ def prepare_write(work: Work) -> EffectPlan | Done:
     the run asks for diffs, else null. When an earlier delivery requested the effect, `before`, `changed`
     and `diff` are what it saw.
     """
-    path = path_field(work.input, "path")
-    content = work.input.get("content")
-    if not isinstance(content, str):
-        raise TaskFault("invalid_input", "'content' must be a text")
-    try:
-        data = content.encode("utf-8")
-    except UnicodeEncodeError as error:
-        raise TaskFault("invalid_input", "'content' contains a lone surrogate, which UTF-8 cannot carry") from error
-    if len(data) > MAX_TEXT_BYTES:
-        raise TaskFault(
-            "too_large",
-            f"'content' has more than {MAX_TEXT_BYTES} bytes",
-            details={"limitBytes": MAX_TEXT_BYTES},
-        )
+    path, content, data = _asked(work)
     workspace = workspace_of(work)
-    roots = [os.path.realpath(os.path.join(workspace, root)) for root in work.policy.writable_roots]
+    roots = _roots(work, workspace)
     _, resolved = _resolve_writable(path, workspace, roots)
     expected = dict(work.recorded) if work.recorded is not None else _foresee(path, resolved, content, work)
     output = _write_output(path, content, expected)
@@ -171,6 +158,37 @@ def prepare_write(work: Work) -> EffectPlan | Done:
         foreseen=output,
         keeps=Written(logical_path(resolved, workspace), data),
     )
+
+
+def kept_by_write(work: Work) -> Written:
+    """What is kept of a write that has succeeded, whatever lies in its place by now. Raises as `prepare_write`."""
+    path, _, data = _asked(work)
+    workspace = workspace_of(work)
+    _, resolved = _resolve_writable(path, workspace, _roots(work, workspace))
+    return Written(logical_path(resolved, workspace), data)
+
+
+def _asked(work: Work) -> tuple[str, str, bytes]:
+    """(path, content, its bytes) of a write, checked."""
+    path = path_field(work.input, "path")
+    content = work.input.get("content")
+    if not isinstance(content, str):
+        raise TaskFault("invalid_input", "'content' must be a text")
+    try:
+        data = content.encode("utf-8")
+    except UnicodeEncodeError as error:
+        raise TaskFault("invalid_input", "'content' contains a lone surrogate, which UTF-8 cannot carry") from error
+    if len(data) > MAX_TEXT_BYTES:
+        raise TaskFault(
+            "too_large",
+            f"'content' has more than {MAX_TEXT_BYTES} bytes",
+            details={"limitBytes": MAX_TEXT_BYTES},
+        )
+    return path, content, data
+
+
+def _roots(work: Work, workspace: str) -> list[str]:
+    return [os.path.realpath(os.path.join(workspace, root)) for root in work.policy.writable_roots]
 
 
 def _resolve_writable(path: str, workspace: str, roots: list[str]) -> tuple[str, str]:
