@@ -24,8 +24,8 @@ def repeats(full: int, at_least: int = 1) -> int:
 
 
 def share(cases: int) -> int:
-    """How many of the cases of one parametrized test with real processes run: a third below full scale, never none."""
-    return cases if scale() >= 1 else math.ceil(cases / 3)
+    """How many of the cases of one parametrized test with real processes run: a quarter below full scale, never none."""
+    return cases if scale() >= 1 else math.ceil(cases / 4)
 
 
 def time_factor() -> float:
