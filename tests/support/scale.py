@@ -24,7 +24,7 @@ def repeats(full: int, at_least: int = 1) -> int:
 
 
 def share(cases: int) -> int:
-    """How many of the cases of one parametrized test with real processes run: a quarter below full scale, never none."""
+    """How many cases of one parametrized test with real processes run: a quarter below full scale, never none."""
     return cases if scale() >= 1 else math.ceil(cases / 4)
 
 
