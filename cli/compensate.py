@@ -150,11 +150,9 @@ def _outcome(store: Store, found: CompensationPlan, run_id: str | None) -> dict[
         views = views_of(store)
         status = views.status(run_id)
         undone = compensations.undone_by(run_id)
-        data["failures"] = [
-            {"taskId": task, "error": item["error"], "undone": task in undone}
-            for item in views.failures(run_id, limit=SHOWN)[0]
-            for task in (item["taskId"].removeprefix(INVERSE),)
-        ]
+        for item in views.failures(run_id, limit=SHOWN)[0]:
+            task = item["taskId"].removeprefix(INVERSE)
+            data["failures"].append({"taskId": task, "error": item["error"], "undone": task in undone})
         data |= {name: status[name] for name in ("uncertainEffects", "pendingApprovals")}
     return data
 

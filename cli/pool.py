@@ -125,8 +125,7 @@ class _Foreground:
         yield_gently()
         self._stop = StopSignal()
         self._clock = SystemClock()
-        self._timeout = 0.0 if timeout is None else timeout.seconds
-        self._give_up_at = None if timeout is None else timeout.at
+        self._deadline = timeout
         self._ids = SystemIds(self._clock)
         self._timing = Timing.from_environment()
         self._path = path
@@ -188,8 +187,8 @@ class _Foreground:
     def _wait(self) -> None:
         extra = [self._stop.descriptor]
         at_most = None
-        if self._give_up_at is not None and not self._cancelled:
-            at_most = max(0.0, self._give_up_at - self._clock.monotonic())
+        if self._deadline is not None and not self._cancelled:
+            at_most = max(0.0, self._deadline.at - self._clock.monotonic())
         if self._supervisor is not None:
             extra += self._supervisor.sentinels()
             at_most = _sooner(at_most, self._supervisor.next_due())
@@ -209,11 +208,13 @@ class _Foreground:
             self._coordinator.tick()
 
     def _obey_signals(self) -> None:
-        late = self._give_up_at is not None and self._clock.monotonic() >= self._give_up_at
+        deadline = self._deadline
+        late = deadline is not None and self._clock.monotonic() >= deadline.at
         if (self._stop.received or late) and not self._cancelled:
             self._cancelled = True
-            over = f"--timeout-seconds {self._timeout:g} is over"
-            reason = "a signal ended the command" if self._stop.received else over
+            reason = "a signal ended the command"
+            if deadline is not None and not self._stop.received:
+                reason = f"--timeout-seconds {deadline.seconds:g} is over"
             self._store.request_cancel(self._run_id, reason=reason, actor="cli-user")
             self._store.wake_everybody()
         self._stop.drain()

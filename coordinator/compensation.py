@@ -448,7 +448,6 @@ def _new_run(
         vars={},
         outputs={},
         show_diff=plan.show_diff,
-        long_term=plan.long_term,
     )
     inputs_json = canonical(inputs)
     before = loads(source.documents.settings_json)

@@ -1214,7 +1214,6 @@ class _Compiler:
             outputs=spec["outputs"],
             show_diff=self.spec.output.show_diff,
             compensation=spec["compensation"],
-            long_term=spec["memory"]["longTerm"],
         )
 
     def compiled_agent(self, name: str, declared: dict[str, Any]) -> dict[str, Any]:

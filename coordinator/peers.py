@@ -1,7 +1,7 @@
 """What is known of extensions, MCP servers and A2A peers before anything runs (contract 1.5, 1.9, 12.5, 12.6). Pure.
 
 A worker gets the definition of a server or peer inside the action that calls it, so the action alone says where a call
-goes, and a changed address is a changed action.
+goes, and a changed address is a changed action. The same goes for the namespace of long-term memory.
 """
 
 from __future__ import annotations
@@ -91,10 +91,13 @@ def url_problem(url: str) -> str | None:
 def with_peers(
     action: Mapping[str, Any], spec: Mapping[str, Any], names: Iterable[str] | None = None
 ) -> dict[str, Any]:
-    """The definition of an action as a worker gets it: with those servers or peers that it may ask, None for all.
+    """The definition of an action as a worker gets it: with those servers or peers that it may ask, None for all, and
+    with the long-term memory that it works on.
 
     `action` and `spec` are in the form of a document with all defaults.
     """
+    if action["kind"].startswith("builtin.long_term_memory."):
+        return {**action, "longTerm": spec["memory"]["longTerm"]}
     asked = asked_by(action["kind"])
     if asked is None:
         return dict(action)

@@ -216,7 +216,7 @@ class Plan:
     `memory` is the initial working memory, `inputs` the run inputs as merged at compile time, `vars` the
     workflow's variables (data, never rendered), `outputs` the templates of the run output. Both digests
     are bare hex. `compensation` says who starts the compensation of a failed run (`onFailure`), and whose approval its
-    effects need (`approval`). `long_term` is `spec.memory.longTerm`: where actions of long-term memory read and write.
+    effects need (`approval`).
     """
 
     format_version: int
@@ -241,7 +241,6 @@ class Plan:
     providers: dict[str, Any] = field(default_factory=dict)
     tools: dict[str, Any] = field(default_factory=dict)
     compensation: dict[str, str] = field(default_factory=lambda: dict(BY_HAND))
-    long_term: dict[str, Any] | None = None
 
     def to_json(self) -> dict[str, Any]:
         """The stored form. For large plans prefer `canonical_chunks`, which never holds the whole text."""
@@ -271,7 +270,6 @@ class Plan:
             "showDiff": self.show_diff,
             **({} if not self.agents else {"agents": self.agents, "providers": self.providers, "tools": self.tools}),
             "compensation": self.compensation,
-            **({} if self.long_term is None else {"longTerm": self.long_term}),
         }
 
     def canonical_chunks(self) -> Iterator[str]:
@@ -323,7 +321,6 @@ class Plan:
             providers=data.get("providers", {}),
             tools=data.get("tools", {}),
             compensation=data.get("compensation", BY_HAND),
-            long_term=data.get("longTerm"),
         )
 
 

@@ -102,18 +102,11 @@ class PlanIndex:
 
     def _definition(self, task: CompiledTask) -> Any:
         if task.uses_kind != "agent":
-            return self._action(task.uses_name)
+            return self.plan.actions.get(task.uses_name)
         plan, agent = self.plan, self.plan.agents[task.uses_name]
         tools = {name: plan.tools[name] for name in agent["tools"]}
-        actions = {tool["action"]: self._action(tool["action"]) for tool in tools.values() if tool.get("action")}
+        actions = {tool["action"]: plan.actions[tool["action"]] for tool in tools.values() if tool.get("action")}
         return [agent, plan.providers[agent["provider"]], tools, actions]
-
-    def _action(self, name: str) -> Any:
-        """An action, and the part of the document outside of it that decides what it does."""
-        action = self.plan.actions.get(name)
-        if action is not None and action["kind"].startswith("builtin.long_term_memory."):
-            return [action, self.plan.long_term]
-        return action
 
     def declared_schema(self, task: CompiledTask) -> dict[str, Any] | bool | None:
         """The declared schema of a task's output, for an agent that of its answer (contract 4.6)."""

@@ -615,10 +615,7 @@ class Scheduler:
                     raise TaskFault("output_contract", f"{what}: {problem}")
             self._final(position, "succeeded", text, None, batch, origin, input_digest=digest, decision=decision)
         except (TaskFault, MemoryError) as raised:
-            if isinstance(raised, MemoryError):
-                # The frames hold what was being made, and saying so needs memory as well.
-                raised.__traceback__ = None
-            fault = raised if isinstance(raised, TaskFault) else _no_memory()
+            fault = _fault_of(raised)
             error = fault.as_json()
             if self._check is not None and not self._check.is_certain(position, error, because=because):
                 open_ends = self._check.unknown_children(position) if because == "loop" else []
@@ -808,11 +805,8 @@ class Scheduler:
         if self.stopping is None:
             try:
                 output = self._run_output()
-            except TaskFault as fault:
-                problem = fault
-            except MemoryError as exhausted:
-                exhausted.__traceback__ = None
-                problem = _no_memory()
+            except (TaskFault, MemoryError) as raised:
+                problem = _fault_of(raised)
         if failed:
             first = failed[0]
             if first not in self._error:
@@ -897,7 +891,11 @@ def _bounded(text: str, most: int, what: str) -> str:
     return text
 
 
-def _no_memory() -> TaskFault:
+def _fault_of(raised: TaskFault | MemoryError) -> TaskFault:
+    if isinstance(raised, TaskFault):
+        return raised
+    # The frames hold what was being made, and saying so needs memory as well.
+    raised.__traceback__ = None
     return TaskFault("too_large", "there is not enough memory for its values; large data belongs in files")
 
 

@@ -188,7 +188,10 @@ class Artifacts:
         return done
 
     def require_sound(self, manifests: Iterable[str | None], *, of: str | None) -> None:
-        """Raise `ConflictError` unless the bytes of all artifacts of these manifests are there and what they were."""
+        """Raise `ConflictError` unless the bytes of all artifacts of these manifests are there and what they were.
+
+        Reads all of them, outside of any transaction.
+        """
         wanted = {
             (item["digest"], item["sizeBytes"]): item["path"] for text in manifests for item in json.loads(text or "[]")
         }

@@ -84,8 +84,9 @@ def start(
         return StartRefused("budget", overdrawn), run_id, events
     if request.approval is not None:
         if not existing:
-            _insert(tx, fence, request, key, run_id, task_id, number, trace_id, "waiting_for_approval", now)
-            events.append(_requested(request, task_id, trace_id, now))
+            events.append(
+                _insert(tx, fence, request, key, run_id, task_id, number, trace_id, "waiting_for_approval", now)
+            )
             answer = approvals.ask(tx, fence, request, run_id, task_id, trace_id, events, now=now)
             return answer, run_id, events
         approvals.require(tx, request, run_id)
@@ -97,13 +98,11 @@ def start(
             events.append(holds.hold(tx, fence, "budget", task_state="ready", units=units, now=now))
             return AttemptHeld("budget"), run_id, events
         if not existing:
-            _insert(tx, fence, request, key, run_id, task_id, number, trace_id, "requested", now)
-            events.append(_requested(request, task_id, trace_id, now))
+            events.append(_insert(tx, fence, request, key, run_id, task_id, number, trace_id, "requested", now))
         events.append(ledger.record_exceeded(tx, run_id, task_id, denied, "budget.exceeded", now=now))
         return StartRefused("budget", denied), run_id, events
     if not existing:
-        _insert(tx, fence, request, key, run_id, task_id, number, trace_id, "started", now)
-        events.append(_requested(request, task_id, trace_id, now))
+        events.append(_insert(tx, fence, request, key, run_id, task_id, number, trace_id, "started", now))
     else:
         tx.execute(
             "UPDATE effects SET status = 'started', dispatches = ?, started_at = ? WHERE effect_id = ?",
@@ -140,8 +139,10 @@ def _insert(
     trace_id: str,
     status: str,
     now: int,
-) -> None:
+) -> Event:
+    """Write the row of a request; the event that tells of it."""
     started = status == "started"
+    estimate = canonical(request.estimate) if request.estimate else None
     tx.execute(
         "INSERT INTO effects (effect_id, format_version, run_id, task_id, attempt_id, attempt, ordinal, operation, "
         "effect_class, risk, idempotency, idempotency_key, input_digest, input_json, expected_json, trace_id, "
@@ -168,18 +169,11 @@ def _insert(
             1 if started else 0,
             now,
             now if started else None,
-            _estimate(request),
+            estimate,
         ),
     )
-
-
-def _estimate(request: EffectRequest) -> str | None:
-    return canonical(request.estimate) if request.estimate else None
-
-
-def _requested(request: EffectRequest, task_id: str, trace_id: str, now: int) -> Event:
     words = (request.effect_class, request.risk, request.idempotency, request.expected_json, trace_id, now)
-    said = seals.seal(seals.with_estimate(words, _estimate(request)))
+    said = seals.seal(seals.with_estimate(words, estimate))
     return Event(
         "effect.requested",
         task_id,

@@ -103,12 +103,12 @@ def reconcile(tx: Connection, new: NewReconciliation, *, now: int) -> tuple[str,
     if new.result_json is not None:
         # Others may go on with it, so it has to be proven like an output.
         state["results"] = {new.effect_id: text_digest(new.result_json)}
-    if new.status == "applied" and (before is not None or lost):
-        pass  # it counts already: since the first such conclusion, or since it was lost
-    elif new.status == "applied" and new.usage is not None:
-        ledger.settle(tx, run_id, task_id, new.effect_id, dispatches, new.usage, events, now=now)
-    elif new.status == "applied":
-        ledger.charge_lost(tx, run_id, task_id, new.effect_id, dispatches, events, now=now)
+    counts_already = before is not None or lost  # since the first such conclusion, or since it was lost
+    if new.status == "applied" and not counts_already:
+        if new.usage is not None:
+            ledger.settle(tx, run_id, task_id, new.effect_id, dispatches, new.usage, events, now=now)
+        else:
+            ledger.charge_lost(tx, run_id, task_id, new.effect_id, dispatches, events, now=now)
     elif new.status == "not_applied":
         ledger.release(tx, run_id, task_id, new.effect_id, dispatches, events)
     if run.ended_at is None and not superseded:

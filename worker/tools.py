@@ -57,8 +57,7 @@ def policy_name(policy: Policy, capability: str, tool: str) -> str:
 
 def tool_keeps(step: ToolStep) -> Keeps | None:
     """What a call leaves that has succeeded before; nothing else of it is looked at again (see `effects.kept`)."""
-    action = _action(step)
-    return None if action is None else kept(_work(step, action))
+    return None if step.tool["kind"] == "builtin.echo" else kept(_work(step, _action(step)))
 
 
 def tool_plan(step: ToolStep) -> EffectPlan:
@@ -77,7 +76,6 @@ def tool_plan(step: ToolStep) -> EffectPlan:
             execute=partial(_echo, step.given),
         )
     action = _action(step)
-    assert action is not None
     plan = prepare(_work(step, action))
     if isinstance(plan, Done):
         kind = action["kind"]
@@ -91,10 +89,8 @@ def tool_plan(step: ToolStep) -> EffectPlan:
     return replace(plan, risk=risk, execute=execute)
 
 
-def _action(step: ToolStep) -> Mapping[str, Any] | None:
-    """The action behind a tool; None for one that has no effect on anything."""
-    if step.tool["kind"] == "builtin.echo":
-        return None
+def _action(step: ToolStep) -> Mapping[str, Any]:
+    """The action behind a tool that is no `builtin.echo`."""
     if step.tool["kind"] in _FILES:
         return {"kind": _FILES[step.tool["kind"]], "with": {}}
     action: Mapping[str, Any] = step.settings.actions[step.tool["action"]]

@@ -21,7 +21,7 @@ from agentctl.store.policy import is_inside, readable, refuse_dotdot, writable
 
 from . import Done, EffectContext, EffectOutcome, EffectPlan, Work, Written, refuse_cancelled
 from .artifacts import logical_path
-from .paths import io_fault, path_field, resolve_readable, workspace_of
+from .paths import io_fault, path_field, resolve_readable, workspace_of, writable_roots_of
 
 MAX_TEXT_BYTES: Final = 1_048_576
 PREDICTABILITY: Final = "fully_predictable"
@@ -138,7 +138,7 @@ def prepare_write(work: Work) -> EffectPlan | Done:
     """
     path, content, data = _asked(work)
     workspace = workspace_of(work)
-    roots = _roots(work, workspace)
+    roots = writable_roots_of(work, workspace)
     _, resolved = _resolve_writable(path, workspace, roots)
     expected = dict(work.recorded) if work.recorded is not None else _foresee(path, resolved, content, work)
     output = _write_output(path, content, expected)
@@ -164,7 +164,7 @@ def kept_by_write(work: Work) -> Written:
     """What is kept of a write that has succeeded, whatever lies in its place by now. Raises as `prepare_write`."""
     path, _, data = _asked(work)
     workspace = workspace_of(work)
-    _, resolved = _resolve_writable(path, workspace, _roots(work, workspace))
+    _, resolved = _resolve_writable(path, workspace, writable_roots_of(work, workspace))
     return Written(logical_path(resolved, workspace), data)
 
 
@@ -187,11 +187,7 @@ def _asked(work: Work) -> tuple[str, str, bytes]:
     return path, content, data
 
 
-def _roots(work: Work, workspace: str) -> list[str]:
-    return [os.path.realpath(os.path.join(workspace, root)) for root in work.policy.writable_roots]
-
-
-def _resolve_writable(path: str, workspace: str, roots: list[str]) -> tuple[str, str]:
+def _resolve_writable(path: str, workspace: str, roots: tuple[str, ...]) -> tuple[str, str]:
     """(writable root, target), both resolved: the root that the target is under. Raises `policy_denied`."""
     refuse_dotdot(path)
     resolved = os.path.realpath(os.path.join(workspace, path))
@@ -227,7 +223,7 @@ def _write_output(path: str, content: str, expected: Mapping[str, Any]) -> dict[
 
 
 def _write(
-    path: str, data: bytes, workspace: str, roots: list[str], output: dict[str, Any], context: EffectContext
+    path: str, data: bytes, workspace: str, roots: tuple[str, ...], output: dict[str, Any], context: EffectContext
 ) -> EffectOutcome:
     if (refused := refuse_cancelled(context)) is not None:
         return refused

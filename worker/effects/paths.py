@@ -19,6 +19,11 @@ def workspace_of(work: Work) -> str:
     return os.path.realpath(os.path.join(work.base_path, work.policy.workspace_root))
 
 
+def writable_roots_of(work: Work, workspace: str) -> tuple[str, ...]:
+    """The resolved writable roots of a piece of work."""
+    return tuple(os.path.realpath(os.path.join(workspace, root)) for root in work.policy.writable_roots)
+
+
 def path_field(data: Mapping[str, Any], name: str) -> str:
     """A path out of rendered input. Raises `invalid_input` for anything but a non-empty text without zero
     bytes."""

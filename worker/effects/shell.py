@@ -42,7 +42,7 @@ from agentctl.store.process_identity import EFFECT_MARKER, HOLDER_MARKER
 
 from . import Declared, EffectContext, EffectOutcome, EffectPlan, Work, process, refuse_cancelled
 from .artifacts import refuse_out_of_reach
-from .paths import checked_text, io_fault, resolve_readable, workspace_of
+from .paths import checked_text, io_fault, resolve_readable, workspace_of, writable_roots_of
 from .process import Command, Ending, ProcessResult
 
 CHILD_PATH: Final = "/usr/local/bin:/usr/bin:/bin"
@@ -188,7 +188,7 @@ def kept_by_command(work: Work) -> Declared | None:
         pattern = checked_text(_text(item, f"artifacts[{index}]"), f"artifacts[{index}]")
         refuse_dotdot(pattern)
         patterns.append(pattern)
-    roots = tuple(os.path.realpath(os.path.join(workspace, root)) for root in work.policy.writable_roots)
+    roots = writable_roots_of(work, workspace)
     if not roots:
         raise TaskFault("policy_denied", "artifacts come from under policy.writableRoots, and there are none")
     declared = Declared(tuple(patterns), workspace, roots)
