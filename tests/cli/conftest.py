@@ -6,12 +6,13 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
+from support.field import Field
 
 PROGRAM = (sys.executable, "-c", "from agentctl.cli import main; main()")
 
@@ -144,6 +145,15 @@ def cli(tmp_path: Path) -> Cli:
     made.write("hello.yaml", HELLO)
     made.write("shell.yaml", SHELL)
     return made
+
+
+@pytest.fixture
+def field(tmp_path: Path) -> Iterator[Field]:
+    """A field whose leases are short."""
+    made = Field(tmp_path)
+    made.lease(5, 1)
+    yield made
+    made.close()
 
 
 @pytest.fixture

@@ -5,26 +5,12 @@ from __future__ import annotations
 import json
 import os
 import signal
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 from support.children import wait_until
-from support.field import Field
-
-
-@pytest.fixture
-def field(tmp_path: Path) -> Iterator[Field]:
-    made = Field(tmp_path)
-    made.lease(5, 1)
-    yield made
-    made.close()
-
-
-def sh(script: str, **more: Any) -> dict[str, Any]:
-    return {"kind": "builtin.shell.exec", "command": "sh", "args": ["-c", script], **more}
-
+from support.field import Field, sh
 
 POLICY = {"approval": "never", "processAllowlist": ["sh"], "writableRoots": ["out"], "environmentAllowlist": ["TOKEN"]}
 KEEPS = "echo $AGENTCTL_EFFECT_ID >> ledger; mkdir -p out; echo made > out/made"

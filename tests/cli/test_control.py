@@ -9,27 +9,12 @@ import signal
 import sys
 import time
 from collections import Counter
-from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
 from support.children import wait_until
-from support.field import Field, bound
+from support.field import Field, bound, sh
 from support.scale import repeats
-
-
-@pytest.fixture
-def field(tmp_path: Path) -> Iterator[Field]:
-    made = Field(tmp_path)
-    made.lease(5, 1)
-    yield made
-    made.close()
-
-
-def sh(script: str, **more: Any) -> dict[str, Any]:
-    return {"kind": "builtin.shell.exec", "command": "sh", "args": ["-c", script], **more}
-
 
 GATED = {"policy": {"processAllowlist": ["tick", "sh"], "writableRoots": ["out"]}}
 

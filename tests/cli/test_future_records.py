@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import sqlite3
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -74,14 +73,6 @@ def test_resume_says_nothing_of_going_on_before_it_refuses(cli: Any, what: str) 
     assert (result.code, result.out) == (5, "")
     assert "resumed" not in result.err
     assert "newer agentctl" in result.err
-
-
-@pytest.fixture
-def field(tmp_path: Path) -> Iterator[Field]:
-    made = Field(tmp_path)
-    made.lease(5, 1)
-    yield made
-    made.close()
 
 
 def _tables(database: Path) -> dict[str, list[tuple[Any, ...]]]:

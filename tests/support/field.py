@@ -523,6 +523,11 @@ class Field:
         return found
 
 
+def sh(script: str, **more: Any) -> dict[str, Any]:
+    """An action that lets a shell carry out a script."""
+    return {"kind": "builtin.shell.exec", "command": "sh", "args": ["-c", script], **more}
+
+
 def refuse_noise(text: str, words: Sequence[str] = FORBIDDEN) -> None:
     """No traceback, and none of the words that users of a sound database must never see."""
     for word in words:
