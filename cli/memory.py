@@ -8,12 +8,13 @@ from contextlib import closing, contextmanager
 from typing import TYPE_CHECKING, Any
 
 import click
+from agentctl.store.embedding import DEFAULT_DIMENSIONS
 from agentctl.store.errors import ConflictError, NotFoundError, TaskFault, UsageError
 
 from .documents import json_or_text, read_json_file, read_values
 from .main import Settings, VerbGroup, pass_settings
 from .render import Printer, clean, counted, when
-from .run import open_store
+from .run import open_store, until_told
 
 if TYPE_CHECKING:
     from agentctl.store.embedding import Embedder
@@ -27,6 +28,13 @@ _IN_THE_WAY = ("reindex_required", "too_many_candidates")
 
 _namespace_option = click.option(
     "--namespace", default="default", metavar="NAME", show_default=True, help="Namespace of the key."
+)
+_workflow_option = click.option(
+    "--workflow",
+    "workflow",
+    type=click.Path(),
+    metavar="FILE",
+    help="Embed as memory.longTerm.embedding of this workflow file says.",
 )
 _dimensions_option = click.option(
     "--dimensions",
@@ -74,6 +82,7 @@ def memory_get(settings: Settings, key: str, namespace: str) -> None:
 @click.option("--retention-days", type=int, metavar="N", help="Days until the entry ends; else never.")
 @_namespace_option
 @_dimensions_option
+@_workflow_option
 @pass_settings
 def memory_put(
     settings: Settings,
@@ -86,6 +95,7 @@ def memory_put(
     retention_days: int | None,
     namespace: str,
     dimensions: int | None,
+    workflow: str | None,
 ) -> None:
     """Write an entry, over an earlier one of that key. VALUE is read as JSON, or kept as text.
 
@@ -108,13 +118,13 @@ def memory_put(
         entries.check_name("key", key)
         entry = entries.entry_of(given)
         days = entries.check_retention(retention_days)
-        if dimensions is not None:
-            _local(dimensions)
+        stated = _stated(settings, dimensions, workflow)
     with closing(open_store(settings, create=True)) as store, _faults():
         expires_at = None if days is None else store.clock.now() + days * DAY_MS
-        write = new_write(namespace, key, entry, _embedder(store, namespace, dimensions), expires_at)
-        record = store.memory_put(write)
-    Printer(settings).result("MemoryRecord", record, lambda out: _record_for_people(out, record))
+        write = new_write(namespace, key, entry, stated or _embedder(store, namespace), expires_at)
+        with until_told():
+            record = store.memory_put(write)
+            Printer(settings).result("MemoryRecord", record, lambda out: _record_for_people(out, record))
 
 
 @memory.command("search")
@@ -124,6 +134,7 @@ def memory_put(
 @click.option("--filter", "pairs", multiple=True, metavar="KEY=VALUE", help="Only entries with that metadata.")
 @_namespace_option
 @_dimensions_option
+@_workflow_option
 @pass_settings
 def memory_search(
     settings: Settings,
@@ -133,6 +144,7 @@ def memory_search(
     pairs: tuple[str, ...],
     namespace: str,
     dimensions: int | None,
+    workflow: str | None,
 ) -> None:
     """The entries of a namespace that fit best: by words, by vector, or by the mean of both.
 
@@ -144,10 +156,10 @@ def memory_search(
     given = {"query": query, "mode": mode, "limit": limit, "filters": filters, "namespace": namespace}
     with _faults():
         question = search_of(given, namespace)
-        if dimensions is not None:
-            _local(dimensions)
+        stated = _stated(settings, dimensions, workflow)
     with closing(open_store(settings)) as store, _faults():
-        results = store.memory_search(question, _embedder(store, namespace, dimensions))
+        chosen = stated or (_local() if mode == "text" else _embedder(store, namespace))
+        results = store.memory_search(question, chosen)
     data = {"namespace": namespace, "query": query, "mode": mode, "count": len(results), "results": results}
 
     def human(out: Printer) -> None:
@@ -166,19 +178,20 @@ def memory_search(
 
 @memory.command("reindex")
 @click.option("--namespace", metavar="NAME", help="Only this namespace; else all.")
-@click.option("--dimensions", type=int, default=64, metavar="N", show_default=True, help="Length of the vectors.")
+@click.option("--dimensions", type=int, metavar="N", help="Length of the vectors; 64 if nothing is said.")
+@_workflow_option
 @pass_settings
-def memory_reindex(settings: Settings, namespace: str | None, dimensions: int) -> None:
+def memory_reindex(settings: Settings, namespace: str | None, dimensions: int | None, workflow: str | None) -> None:
     """Make the words and vectors of all entries anew. Others may use the memory meanwhile; it can be interrupted.
 
-    Give the dimensions that workflows have in memory.longTerm.embedding.
+    Give the dimensions that workflows have in memory.longTerm.embedding, or such a workflow.
     """
     from agentctl.store.memory_entries import check_name
 
     with _faults():
         if namespace is not None:
             check_name("namespace", namespace)
-        chosen = _local(dimensions)
+        chosen = _stated(settings, dimensions, workflow) or _local()
     with closing(open_store(settings)) as store:
         count = store.memory_reindex(namespace, chosen)
     data = {
@@ -214,20 +227,37 @@ def _faults() -> Iterator[None]:
         ) from fault
 
 
-def _local(dimensions: int) -> Embedder:
+def _local(dimensions: int = DEFAULT_DIMENSIONS) -> Embedder:
     from agentctl.store.embedding import LOCAL_HASH, embedder
 
     return embedder(LOCAL_HASH, dimensions)
 
 
-def _embedder(store: Store, namespace: str, dimensions: int | None) -> Embedder:
-    """As the caller says, else as the entries of the namespace are embedded, if that is one way."""
-    from agentctl.store.embedding import embedder
-
+def _stated(settings: Settings, dimensions: int | None, workflow: str | None) -> Embedder | None:
+    """The embedder that the caller names, None when he leaves it open."""
+    if workflow is None:
+        return None if dimensions is None else _local(dimensions)
     if dimensions is not None:
-        return _local(dimensions)
+        raise UsageError("give either --dimensions or --workflow", remedy="the workflow says how long its vectors are")
+    from .embedders import embedder_of_file
+
+    return embedder_of_file(settings, workflow)
+
+
+def _embedder(store: Store, namespace: str) -> Embedder:
+    """As the entries of the namespace are embedded, if that is one way."""
+    from agentctl.store.embedding import LOCAL_HASH
+
     known = store.memory_embeddings(namespace)
-    return embedder(*known[0]) if len(known) == 1 else embedder()
+    if len(known) != 1:
+        return _local()
+    provider, dimensions = known[0]
+    if provider != LOCAL_HASH:
+        raise UsageError(
+            f"the entries of the namespace {namespace!r} were embedded by {provider}",
+            remedy="--workflow FILE names a workflow whose memory.longTerm.embedding is this one",
+        )
+    return _local(dimensions)
 
 
 def _record_for_people(out: Printer, record: dict[str, Any]) -> None:

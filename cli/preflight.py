@@ -51,7 +51,7 @@ def preflight(
     workspace = os.path.realpath(os.path.join(base, policy.workspace_root))
     for _, problem in _denied_variables(workflow["spec"], needs, policy, workspace):
         raise problem
-    for name in sorted({workflow["spec"]["agents"][agent]["provider"] for agent in needs.agents}):
+    for name in needs.providers:
         require_script(name, workflow["spec"]["providers"][name], policy, workspace)
     guard = Guard(SystemClock().monotonic)
     for _, service in _services(workflow["spec"], needs):
@@ -80,24 +80,26 @@ def denials(workflow: Mapping[str, Any], plan: Plan, base: Path) -> Iterator[tup
 
 @dataclass(frozen=True, slots=True)
 class _Needs:
-    """What tasks reach: agents, actions, and (kind of action, name) of servers and peers."""
+    """What tasks reach: agents, actions, (kind of action, name) of servers and peers, and model providers."""
 
     agents: list[str]
     actions: list[str]
     names: set[tuple[str, str]]
+    providers: list[str]
 
 
 def _needs(spec: Mapping[str, Any], plan: Plan, tasks: Collection[str] | None) -> _Needs | None:
     """What tasks and their inverses reach; None if they need nothing that has to be looked at."""
-    if not any(spec[place] for place in ("agents", "mcpServers", "a2aPeers")) and not _with_secrets(spec["actions"]):
+    if not any(spec[place] for place in ("providers", "mcpServers", "a2aPeers")) and not _with_secrets(spec["actions"]):
         return None  # nothing of the kind is declared, and a plan may have many tasks to look through
     executed = [task for task in plan.tasks.values() if tasks is None or task.id in tasks]
     undoing = inverses(plan, executed)
     agents, actions = reached(spec, executed, undoing)
     names = peers_of(spec, executed, actions, undoing)
-    if not agents and not names and not any(spec["actions"][name].get("env") for name in actions):
+    providers = providers_of(spec, agents, actions)
+    if not providers and not names and not any(spec["actions"][name].get("env") for name in actions):
         return None
-    return _Needs(agents, actions, names)
+    return _Needs(agents, actions, names, providers)
 
 
 def _denied_variables(
@@ -118,7 +120,7 @@ def _services(spec: Mapping[str, Any], needs: _Needs) -> Iterator[tuple[Place, S
     """The services that are needed, each with its place in the document."""
     from agentctl.worker.preflight import provider_service
 
-    for name in sorted({spec["agents"][agent]["provider"] for agent in needs.agents}):
+    for name in needs.providers:
         service = provider_service(name, spec["providers"][name])
         if service is not None:
             yield ("spec", "providers", name), service
@@ -154,7 +156,7 @@ def _require_no_network(
 
     Decided by kinds, which are known of every task, and not by names, which templates and models may give.
     """
-    used = sorted({spec["agents"][agent]["provider"] for agent in agents})
+    used = providers_of(spec, agents, actions)
     found = [f"the provider {name!r}" for name in used if spec["providers"][name]["kind"] != "fake"]
     found += [service.what for service in services_of(spec, names)]
     named = {kind for kind, name in names if name in spec[_PLACES[kind][1]]}
@@ -205,6 +207,18 @@ def reached(
             if action is not None:
                 actions.add(action)
     return sorted(agents), sorted(name for name in actions if name in spec["actions"])
+
+
+def providers_of(spec: Mapping[str, Any], agents: Iterable[str], actions: Iterable[str]) -> list[str]:
+    """The model providers that agents talk to, and that embed for actions; each once, in a stable order."""
+    from agentctl.coordinator.peers import embedding_provider
+
+    found = {spec["agents"][name]["provider"] for name in agents}
+    for name in actions:
+        provider = embedding_provider(spec, spec["actions"][name]["kind"])
+        if provider is not None:
+            found.add(provider)
+    return sorted(found)
 
 
 _PLACES = {"mcp.call": ("server", "mcpServers", "url"), "a2a.delegate": ("peer", "a2aPeers", "cardUrl")}

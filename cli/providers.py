@@ -10,7 +10,7 @@ import click
 
 from .documents import Sources, compile_file, source_options, without_plugins
 from .main import Settings, Verb, VerbGroup, pass_settings
-from .preflight import reached
+from .preflight import providers_of, reached
 from .render import Printer, clean
 
 if TYPE_CHECKING:
@@ -119,7 +119,7 @@ def _checked(spec: dict[str, Any], plan: Plan, base: str) -> list[dict[str, Any]
     from agentctl.store.policy import Policy
     from agentctl.worker.preflight import provider_service, secret_problem
 
-    used = {spec["agents"][agent]["provider"] for agent in reached(spec, plan.tasks.values())[0]}
+    used = providers_of(spec, *reached(spec, plan.tasks.values()))
     policy = Policy.from_json(plan.policy)
     workspace = os.path.realpath(os.path.join(base, policy.workspace_root))
     found: list[dict[str, Any]] = []

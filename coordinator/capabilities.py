@@ -9,6 +9,7 @@ from .definition import Agent
 from .diagnostics import Path
 
 _BASE = frozenset({"function_tools", "structured_output", "continuation"})
+_EMBEDS = frozenset({"embeddings"})
 _LARGE = _BASE | {
     "reasoning_effort",
     "reasoning_mode",
@@ -19,12 +20,12 @@ _LARGE = _BASE | {
     "streaming",
 }
 CAPABILITIES: dict[str, frozenset[str]] = {
-    "fake": _BASE | {"streaming"},
-    "openai": _LARGE,
-    "azure_openai": _LARGE,
-    "openai_compatible": _BASE | {"streaming"},
+    "fake": _BASE | {"streaming"} | _EMBEDS,
+    "openai": _LARGE | _EMBEDS,
+    "azure_openai": _LARGE | _EMBEDS,
+    "openai_compatible": _BASE | {"streaming"} | _EMBEDS,
     "anthropic": _BASE | {"reasoning_effort"},
-    "google": _BASE | {"reasoning_effort"},
+    "google": _BASE | {"reasoning_effort"} | _EMBEDS,
 }
 """Provider kind to its capabilities. Nobody offers cost metadata."""
 
@@ -68,6 +69,20 @@ OPTIONS: dict[str, dict[str, Callable[[Any], bool]]] = {
 
 _REMEDIES = {"cost_metadata": "give runtime.pricing.models an entry for its PROVIDER/MODEL, or leave maxCostUsd out"}
 """Capability to what a document can do about it, where it can do something."""
+
+
+def embedding_problem(kind: str, model: str | None) -> tuple[str, str, str] | None:
+    """(field, message, help) when a provider of such a kind cannot embed what long-term memory holds."""
+    if "embeddings" not in CAPABILITIES[kind]:
+        others = ", ".join(name for name, offered in CAPABILITIES.items() if "embeddings" in offered)
+        return (
+            "provider",
+            f"a provider of kind {kind} does not offer embeddings",
+            f"one of kind {others}, or local_hash",
+        )
+    if kind != "fake" and model is None:
+        return "model", f"an embedding by a provider of kind {kind} needs the name of a model", "write embedding.model"
+    return None
 
 
 def agent_problems(agent: Agent, kind: str, *, priced: bool) -> Iterator[tuple[Path, str, str | None]]:

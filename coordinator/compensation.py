@@ -461,6 +461,7 @@ def _new_run(
     }
     if "longTerm" in before:
         settings["longTerm"] = before["longTerm"]
+        settings["pricing"] = (before.get("models") or before).get("pricing", {})
     lineage = {
         "formatVersion": 1,
         "sourceWorkflowDigest": run.workflow_digest,

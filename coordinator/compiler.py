@@ -18,7 +18,7 @@ from agentctl.store.canonical import JsonError, canonical, check_value, hex_dige
 from agentctl.store.embedding import LOCAL_HASH
 from agentctl.store.memory_entries import DEFAULT_NAMESPACE
 
-from .capabilities import agent_problems
+from .capabilities import agent_problems, embedding_problem
 from .definition import PROCESS_KINDS, Action, Compensate, LoadedDocument, Retry, Route, Task, Tool
 from .diagnostics import Diagnostic, DocumentError, Path, did_you_mean
 from .expansion import ExpansionError, Fanout, expansion_id, loop_guard, output_of, plan_foreach, plan_loop, plan_matrix
@@ -33,7 +33,15 @@ from .expressions import (
 )
 from .kinds import EFFECTS, MUTATING, may_mutate
 from .long_term_input import embeds, long_term_problems
-from .peers import address_problems, asked_by, call_problems, declared_peers, version_problem, with_peers
+from .peers import (
+    address_problems,
+    asked_by,
+    call_problems,
+    declared_peers,
+    embedding_provider,
+    version_problem,
+    with_peers,
+)
 from .plan import (
     MAX_TASKS,
     MEMORY_WRITERS,
@@ -588,11 +596,17 @@ class _Compiler:
         self.check_embedding(kind)
 
     def check_embedding(self, kind: str) -> None:
-        """Only the built-in embedding is there; a kind that needs none does not mind."""
+        """The provider that embeds has to be able to; a kind that needs no embedding does not mind."""
         long_term = self.spec.memory.long_term
-        if long_term is not None and embeds(kind) and long_term.embedding.provider != LOCAL_HASH:
-            place = ("spec", "memory", "longTerm", "embedding", "provider")
-            self.unsupported("an embedding by a provider", place, f"use {LOCAL_HASH}")
+        if long_term is None or not embeds(kind) or long_term.embedding.provider == LOCAL_HASH:
+            return
+        provider = self.spec.providers.get(long_term.embedding.provider)
+        problem = None if provider is None else embedding_problem(provider.kind, long_term.embedding.model)
+        if problem is not None:
+            field_name, message, hint = problem
+            place = ("spec", "memory", "longTerm", "embedding", field_name)
+            code = "unsupported_capability" if field_name == "provider" else "schema_violation"
+            self.report(code, message, place, help=hint)
 
     def check_extension_input(self, source: _Source) -> None:
         """The input of an extension holds to its contract here already, where all of it is known."""
@@ -1169,8 +1183,10 @@ class _Compiler:
             | {self.spec.actions[name].kind for name in called - {""}}
             | {EFFECT_OF_TOOL.get(self.spec.tools[tool].kind, "") for tool in tools}
         )
-        providers = sorted({self.spec.agents[name].provider for name in agents})
         inverse = {node.source.compensate["uses"] for node in ordered if node.source.compensate is not None}
+        asked = {self.spec.agents[name].provider for name in agents}
+        embedding = (embedding_provider(spec, self.spec.actions[name].kind) for name in {*used, *inverse})
+        providers = sorted(asked.union(name for name in embedding if name is not None))
         requirements: dict[str, Any] = {
             "providers": providers,
             "tools": tools,

@@ -10,8 +10,11 @@ from collections.abc import Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any, Final
 from urllib.parse import urlsplit
 
+from agentctl.store.embedding import LOCAL_HASH
+
 from .diagnostics import Path
 from .expressions import has_template
+from .long_term_input import embeds
 
 if TYPE_CHECKING:
     from .definition import A2aPeer, McpServer, Spec
@@ -88,16 +91,27 @@ def url_problem(url: str) -> str | None:
     return None
 
 
+def embedding_provider(spec: Mapping[str, Any], kind: str) -> str | None:
+    """The entry of `spec.providers` that embeds for an action of such a kind; None without one, for which the embedding
+    that is built in will do."""
+    long_term = spec["memory"]["longTerm"]
+    if long_term is None or not embeds(kind) or long_term["embedding"]["provider"] == LOCAL_HASH:
+        return None
+    return str(long_term["embedding"]["provider"])
+
+
 def with_peers(
     action: Mapping[str, Any], spec: Mapping[str, Any], names: Iterable[str] | None = None
 ) -> dict[str, Any]:
     """The definition of an action as a worker gets it: with those servers or peers that it may ask, None for all, and
-    with the long-term memory that it works on.
+    with the long-term memory that it works on and the provider that embeds for it.
 
     `action` and `spec` are in the form of a document with all defaults.
     """
     if action["kind"].startswith("builtin.long_term_memory."):
-        return {**action, "longTerm": spec["memory"]["longTerm"]}
+        whole = {**action, "longTerm": spec["memory"]["longTerm"]}
+        provider = embedding_provider(spec, action["kind"])
+        return whole if provider is None else {**whole, "embedding": spec["providers"][provider]}
     asked = asked_by(action["kind"])
     if asked is None:
         return dict(action)

@@ -94,6 +94,8 @@ def new_run(
         content += "\ncheck"
     if plan.agents:
         settings["models"] = model_settings(plan)
+    elif plan.providers and plan.budget.get("pricing"):
+        settings["pricing"] = prices_of(plan)
     long_term = document.workflow["spec"]["memory"]["longTerm"]
     if long_term is not None:
         settings["longTerm"] = long_term
@@ -137,8 +139,14 @@ def model_settings(plan: Plan) -> dict[str, Any]:
         "agents": plan.agents,
         "providers": plan.providers,
         "tools": plan.tools,
-        "pricing": (plan.budget.get("pricing") or {}).get("models", {}),
+        "pricing": prices_of(plan),
     }
+
+
+def prices_of(plan: Plan) -> dict[str, Any]:
+    """The prices of models by PROVIDER/MODEL, as the plan holds them."""
+    prices: dict[str, Any] = (plan.budget.get("pricing") or {}).get("models", {})
+    return prices
 
 
 def submit(

@@ -17,7 +17,7 @@ from typing import Any
 
 from .canonical import canonical, loads
 from .database import Connection, all_rows
-from .embedding import Embedder, terms_of, text_score, tokens, vector_score
+from .embedding import LOCAL_HASH, Embedder, terms_of, text_score, tokens, vector_score
 from .errors import IncompatibleVersion, TaskFault
 from .memory_entries import ENTRY_FORMAT, MAX_CANDIDATES, Search, searchable_text
 from .records import MemoryWrite
@@ -178,12 +178,13 @@ def _refuse_other_vectors(tx: Connection, namespace: str, embedder: Embedder, no
         (namespace, now, embedder.provider, embedder.dimensions),
     ).fetchone()
     if row is not None:
+        how = f"--dimensions {embedder.dimensions}" if embedder.provider == LOCAL_HASH else "--workflow FILE"
         raise TaskFault(
             "reindex_required",
             f"the entry {row[0]!r} of {namespace!r} was embedded by {row[1]} with {row[2]} dimensions and cannot be "
             f"compared with {embedder.provider} and {embedder.dimensions}",
             details={
-                "remedy": f"`agentctl memory reindex --namespace {quote(namespace)} --dimensions {embedder.dimensions}`"
+                "remedy": f"`agentctl memory reindex --namespace {quote(namespace)} {how}`"
                 ", or set memory.longTerm.embedding to what the entries have"
             },
         )

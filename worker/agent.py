@@ -59,9 +59,6 @@ log = logging.getLogger(__name__)
 
 KNOWN_PROVIDERS = 32
 
-_PASSES = frozenset({429, 503})
-"""Statuses with which a server says that it has not looked at a request: nothing is charged (contract row 21)."""
-
 
 class Agents:
     """Carries out attempts of agents for one worker; keeps the providers of recent runs."""
@@ -707,21 +704,13 @@ def response_of(text: str | None) -> ModelResponse:
 
 def outcome_of(fault: ProviderFault) -> EffectOutcome:
     """What a request without an answer means for its effect, its budget and the retry policy (contract 5.4, row 21)."""
-    details: dict[str, Any] = {"sent": fault.sent}
-    if fault.status is not None:
-        details["status"] = fault.status
-    if fault.request_id is not None:
-        details["requestId"] = fault.request_id
-    if fault.retry_after_ms is not None:
-        details["retryAfterMs"] = fault.retry_after_ms
-    retryable = fault.retryable and fault.sent != "unknown"
-    error = TaskFault(fault.code, fault.message, retryable=retryable, details=details).as_json()
+    error = fault.as_task_fault(retryable=fault.retryable and fault.sent != "unknown").as_json()
     if fault.sent == "no":
         return EffectOutcome("not_dispatched", error=error)
     if fault.sent == "unknown":
         return EffectOutcome("uncertain", error=error)
     usage: dict[str, int] = {}
-    if fault.status not in _PASSES:
+    if not fault.passed:
         usage = {"providerRequests": 1, "turns": 1}
         if fault.usage is not None:
             units = answers.used(fault.usage.as_json(), None)

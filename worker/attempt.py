@@ -92,6 +92,7 @@ class RunSettings:
     check: bool
     long_term: dict[str, Any] | None
     models: dict[str, Any] | None
+    prices: dict[str, Any]
     force_effect: bool
     secretive: frozenset[str]
 
@@ -125,6 +126,7 @@ def work_of(
         show_diff=settings.show_diff,
         workspace=settings.workspace,
         long_term=settings.long_term,
+        prices=settings.prices,
         force_effect=settings.force_effect,
         recorded=recorded,
         foreseen=foreseen,
@@ -231,7 +233,7 @@ class AttemptRunner:
         )
         if decision.denied:
             raise TaskFault("policy_denied", decision.reason)
-        if settings.check and (decision.needs_approval or plan.effect_class not in LEAVES_NO_TRACE):
+        if settings.check and (decision.needs_approval or plan.asks or plan.effect_class not in LEAVES_NO_TRACE):
             return Done(plan.foreseen or _not_executed(plan, decision.reason if decision.needs_approval else None))
         if plan.keeps is not None:
             self.require_store()
@@ -294,6 +296,7 @@ class AttemptRunner:
                 bool(data.get("check", False)),
                 data.get("longTerm"),
                 data.get("models"),
+                (data.get("models") or data).get("pricing", {}),
                 bool(data.get("forceEffect", False)),
                 frozenset(
                     name for name, action in data["actions"].items() if run_secrets.takes_secrets(action, policy)

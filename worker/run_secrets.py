@@ -32,7 +32,8 @@ def learn(settings: Mapping[str, Any], policy: Policy, workspace: str) -> None:
             resolve_secret(reference, policy, workspace)
         except TaskFault:
             continue
-    for definition in (models.get("providers") or {}).values():
+    embedding = (action["embedding"] for action in settings["actions"].values() if action.get("embedding"))
+    for definition in (*(models.get("providers") or {}).values(), *embedding):
         _default(definition)
 
 
@@ -72,7 +73,10 @@ def references_in(value: Any) -> Iterator[Mapping[str, Any]]:
 
 
 def takes_secrets(action: Mapping[str, Any], policy: Policy) -> bool:
-    """Whether preparing an action reads secrets: variables of its command, headers and `customCa` of its peers."""
+    """Whether preparing an action reads secrets: variables of its command, headers and `customCa` of its peers.
+
+    The service that embeds for it is asked with a key that is read in the dispatch, when the attempt has a holder.
+    """
     peers = (action.get("peers") or {}).values()
     if action.get("env") or any(peer.get("headers") for peer in peers):
         return True

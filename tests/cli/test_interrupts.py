@@ -122,21 +122,29 @@ def _stuffed_pipe() -> Iterator[tuple[int, Callable[[], str]]]:
 
 
 @pytest.mark.parametrize("number", SIGNALS)
-@pytest.mark.parametrize("verb", ["submit", "cancel"])
+@pytest.mark.parametrize("verb", ["submit", "cancel", "memory"])
 def test_what_is_written_is_told_though_a_signal_comes(cli: Any, verb: str, number: signal.Signals) -> None:
     """The answer cannot be printed when the signal comes, and is printed whole when it can."""
+    arguments, written, shown = {
+        "submit": (["submit", "hello.yaml"], "SELECT COUNT(*) FROM runs", "SELECT run_id FROM runs"),
+        "cancel": (
+            ["cancel", "RUN"],
+            "SELECT COUNT(*) FROM runs WHERE ended_at IS NOT NULL",
+            "SELECT run_id FROM runs",
+        ),
+        "memory": (
+            ["memory", "put", "shown", "1"],
+            "SELECT COUNT(*) FROM memory_entries WHERE key = 'shown'",
+            "SELECT 'shown'",
+        ),
+    }[verb]
+    cli.json("memory", "put", "a", "1")  # the database exists
     if verb == "cancel":
-        run_id = cli.json("submit", "hello.yaml").data["runId"]
-        argument, written = run_id, "SELECT COUNT(*) FROM runs WHERE ended_at IS NOT NULL"
-    else:
-        argument, written = "hello.yaml", "SELECT COUNT(*) FROM runs"
-        cli.json("runs", "list")
-        cli.json("memory", "put", "a", "1")
+        arguments[1] = cli.json("submit", "hello.yaml").data["runId"]
     with _stuffed_pipe() as (stdout, rest):
-        process = cli.start(verb, argument, stdout=stdout, stderr=subprocess.DEVNULL)
+        process = cli.start(*arguments, stdout=stdout, stderr=subprocess.DEVNULL)
         wait_until(lambda: _scalar(cli, written) == 1, "it is written")
         process.send_signal(number)
         said = rest()
         assert process.wait(timeout=60) == 0
-    run_id = _scalar(cli, "SELECT run_id FROM runs")
-    assert run_id in said
+    assert _scalar(cli, shown) in said

@@ -253,7 +253,7 @@ def test_only_what_is_used_is_part_of_the_plan() -> None:
     assert list(compiled(value).tools) == []
 
 
-def test_a_tool_embeds_with_what_is_there_only() -> None:
+def test_a_tool_embeds_with_what_can_only() -> None:
     search = {
         **READ, "kind": "action", "action": "find", "capability": "memory.search", "idempotency": "keyed",
         "inputSchema": {
@@ -262,8 +262,9 @@ def test_a_tool_embeds_with_what_is_there_only() -> None:
         },
     }  # fmt: skip
     find = {"find": {"kind": "builtin.long_term_memory.search"}}
-    embedding = {"provider": "model", "model": "m", "dimensions": 64}
+    embedding = {"provider": "other", "model": "m", "dimensions": 64}
     value = document([ASK], tools={"t": search}, actions=find, memory={"longTerm": {"embedding": embedding}})
+    value["spec"]["providers"]["other"] = {"kind": "anthropic"}
     assert findings(value) == [("unsupported_capability", "spec.memory.longTerm.embedding.provider")]
     embedding["provider"] = "local_hash"
     assert list(compiled(value).tools) == ["t"]

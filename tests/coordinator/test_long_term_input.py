@@ -128,11 +128,12 @@ def test_a_promotion_writes_working_memory(build: Build) -> None:
         ("set", "{key: k, value: 1}, compensate: {uses: action:keep, with: {key: k, value: 1}}", True),
     ],
 )
-def test_embeddings_of_providers_are_refused_where_they_are_needed(
+def test_a_provider_that_cannot_embed_is_refused_where_it_would_have_to(
     build: Build, action: str, given: str, refused: bool
 ) -> None:
     declared = (
-        "  providers: {p: {kind: fake}}\n  memory: {longTerm: {embedding: {provider: p, model: m, dimensions: 1536}}}\n"
+        "  providers: {p: {kind: anthropic}, f: {kind: fake}}\n"
+        "  memory: {longTerm: {embedding: {provider: p, model: m, dimensions: 1536}}}\n"
     )
     spec = declared + task(action, given)
     if not refused:
@@ -144,6 +145,22 @@ def test_embeddings_of_providers_are_refused_where_they_are_needed(
     assert (found.code, found.path) == ("unsupported_capability", "spec.memory.longTerm.embedding.provider")
     assert "local_hash" in str(found.help)
     build(spec.replace("provider: p,", "provider: local_hash,"))
+    build(spec.replace("provider: p,", "provider: f,"))
+
+
+@pytest.mark.parametrize("kind", ["openai", "azure_openai", "openai_compatible", "google"])
+def test_a_service_embeds_by_a_model_that_is_named(build: Build, kind: str) -> None:
+    spec = (
+        f"  providers: {{p: {{kind: {kind}, endpoint: 'https://models.example.org'}}}}\n"
+        "  memory: {longTerm: {embedding: {provider: p, MODEL dimensions: 1536}}}\n" + task("find", "{query: q}")
+    )
+    plan = build(spec.replace("MODEL", "model: m,"))
+    assert plan.requirements["providers"] == ["p"]
+    assert plan.actions["find"]["embedding"]["kind"] == kind
+    with pytest.raises(DocumentError) as caught:
+        build(spec.replace("MODEL", ""))
+    (found,) = caught.value.diagnostics
+    assert (found.code, found.path) == ("schema_violation", "spec.memory.longTerm.embedding.model")
 
 
 def test_settings_of_the_document_are_bounded(build: Build) -> None:

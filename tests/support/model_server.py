@@ -205,6 +205,11 @@ def _handler(server: ModelServer) -> type[BaseHTTPRequestHandler]:
 
 def answer_of(path: str, play: Play, request: Mapping[str, Any]) -> dict[str, Any]:
     """The answer of the service whose path was asked."""
+    if path.split("?")[0].endswith("/embeddings"):
+        return _with({"data": _vectors(request["input"]), "usage": play.usage or {"prompt_tokens": 5}}, play, "usage")
+    if path.endswith(":batchEmbedContents"):
+        texts = [item["content"]["parts"][0]["text"] for item in request["requests"]]
+        return {"embeddings": [{"values": vector_of(text)} for text in texts], **play.extra}
     if path.split("?")[0].endswith("/responses"):
         return _responses(play)
     if path.endswith("/chat/completions"):
@@ -212,6 +217,20 @@ def answer_of(path: str, play: Play, request: Mapping[str, Any]) -> dict[str, An
     if path.endswith("/messages"):
         return _messages(play)
     return _generate(play)
+
+
+LENGTH = 8
+"""Numbers of each vector that the server makes."""
+
+
+def vector_of(text: str) -> list[float]:
+    """A vector that is not of length 1: how often each of the first letters of the alphabet is in the text."""
+    return [3.0 * text.count(letter) for letter in "abcdefgh"]
+
+
+def _vectors(texts: Sequence[str]) -> list[dict[str, Any]]:
+    """In the order that nobody has promised: the last one first."""
+    return [{"index": index, "embedding": vector_of(text)} for index, text in enumerate(texts)][::-1]
 
 
 def _responses(play: Play) -> dict[str, Any]:

@@ -50,7 +50,7 @@ class Work:
     unchanged `builtin.write` is an effect, too (a compensation run, contract 3). `foreseen` is what the file would hold
     by now according to earlier writes of a run in check mode, which were not carried out. `workspace` is the resolved
     workspace root if the caller knows it already (a worker resolves it once per run). `long_term` is
-    `spec.memory.longTerm`, None when the document has none.
+    `spec.memory.longTerm`, None when the document has none. `prices` are those of `runtime.pricing.models`.
     """
 
     task_id: str
@@ -68,6 +68,7 @@ class Work:
     foreseen: str | None = None
     workspace: str | None = None
     long_term: Mapping[str, Any] | None = None
+    prices: Mapping[str, Any] | None = None
 
 
 @dataclass(slots=True)
@@ -166,7 +167,8 @@ class EffectPlan:
     `input` is what is recorded and digested for the effect's identity (contract 3 and 5.1).
     `expected_effect` is recorded with the request and shown to who approves. `estimate` is reserved before
     the start, in budget units. `foreseen` is the output, if it is known without carrying the effect out. `keeps` is
-    what becomes artifacts when it has succeeded.
+    what becomes artifacts when it has succeeded. What `asks` a service is not carried out by a check, whatever its
+    class.
     """
 
     operation: str
@@ -180,6 +182,7 @@ class EffectPlan:
     execute: Callable[[EffectContext], EffectOutcome]
     foreseen: dict[str, Any] | None = None
     keeps: Keeps | None = None
+    asks: bool = False
 
 
 @record

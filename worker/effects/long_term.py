@@ -3,14 +3,19 @@
 Reads and searches look at the database when they are dispatched, and what they saw is the recorded result. A write is
 only described here: it is carried out in the transaction that confirms its effect, so a worker that dies at any moment
 leaves both or neither, and a delivery that follows a confirmed one finds the result and writes nothing.
+
+Where the document lets a service embed, it is asked within the dispatch, before anything is written: a request that
+fails, or whose end nobody knows, has failed and may be made again (contract 5.4). It is paid for like any other.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from dataclasses import replace
 from functools import partial
-from typing import Any, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
+from agentctl.store import answers
 from agentctl.store import memory_entries as entries
 from agentctl.store.clock import DAY_MS
 from agentctl.store.embedding import DEFAULT_DIMENSIONS, LOCAL_HASH, Embedder, embedder
@@ -20,6 +25,11 @@ from agentctl.store.long_term import new_write
 
 from . import EffectContext, EffectOutcome, EffectPlan, Work, refuse_cancelled
 from .memory import working_memory_write
+from .paths import workspace_of
+
+if TYPE_CHECKING:
+    from ..providers import ProviderFault
+    from ..providers.embeddings import Embedding, ServiceEmbedder
 
 READ = "builtin.long_term_memory.read"
 SEARCH = "builtin.long_term_memory.search"
@@ -52,10 +62,14 @@ def prepare_search(work: Work) -> EffectPlan:
         "limit": question.limit,
         "filters": dict(question.filters),
     }
-    chosen = _embedder(work)
-    if question.mode != "text":
-        given["embedding"] = _named(chosen)
-    return _observation(SEARCH, "memory.search", given, partial(_search, question, chosen))
+    if question.mode == "text":
+        return _observation(SEARCH, "memory.search", given, partial(_search, question, embedder()))
+    service = _service(work)
+    given["embedding"] = _named(work, service)
+    if service is None:
+        return _observation(SEARCH, "memory.search", given, partial(_search, question, _built_in(work)))
+    plan = _observation(SEARCH, "memory.search", given, partial(_with, service, work, partial(_search, question)))
+    return replace(plan, estimate=_most(service, work, question.query), asks=True)
 
 
 def _search(question: entries.Search, chosen: Embedder, context: EffectContext) -> EffectOutcome:
@@ -70,14 +84,15 @@ def prepare_write(work: Work) -> EffectPlan:
     key = entries.check_name("key", work.input.get("key"))
     entry = entries.entry_of(work.input)
     days = entries.check_retention(work.input.get("retentionDays", (work.long_term or {}).get("retentionDays")))
-    chosen = _embedder(work)
+    service = _service(work)
     given = {
         "namespace": namespace,
         "key": key,
         "entry": entry,
         "retentionDays": days,
-        "embedding": _named(chosen),
+        "embedding": _named(work, service),
     }
+    write = partial(_write, namespace, key, entry, days)
     return EffectPlan(
         operation=WRITE,
         effect_class="external_mutate",
@@ -86,8 +101,11 @@ def prepare_write(work: Work) -> EffectPlan:
         policy_name="memory.write",
         input=given,
         expected_effect={"namespace": namespace, "key": key, "retentionDays": days},
-        estimate={},
-        execute=partial(_carry_out, partial(_write, namespace, key, entry, days, chosen)),
+        estimate={} if service is None else _most(service, work, entries.searchable_text(entry)),
+        execute=partial(
+            _carry_out, partial(write, _built_in(work)) if service is None else partial(_with, service, work, write)
+        ),
+        asks=service is not None,
     )
 
 
@@ -150,13 +168,82 @@ def _namespace(work: Work) -> str:
     return entries.check_name("namespace", work.input.get("namespace", _default_namespace(work)))
 
 
-def _embedder(work: Work) -> Embedder:
+def _built_in(work: Work) -> Embedder:
     settings = (work.long_term or {}).get("embedding") or {}
     return embedder(settings.get("provider", LOCAL_HASH), settings.get("dimensions", DEFAULT_DIMENSIONS))
 
 
-def _named(chosen: Embedder) -> dict[str, Any]:
+# -- embedding by a service --------------------------------------------------------------------------------------------
+
+
+def _service(work: Work) -> Embedding | None:
+    """The service that embeds, None for what is built in."""
+    definition = work.action.get("embedding")
+    if definition is None:
+        return None
+    from ..providers.embeddings import embedding_of
+
+    return embedding_of(work.long_term, definition)
+
+
+def _named(work: Work, service: Embedding | None) -> dict[str, Any]:
+    chosen = _built_in(work) if service is None else service
     return {"provider": chosen.provider, "dimensions": chosen.dimensions}
+
+
+def _price(service: Embedding, work: Work) -> Mapping[str, Any] | None:
+    price: Mapping[str, Any] | None = (work.prices or {}).get(f"{service.name}/{service.model}")
+    return price
+
+
+def _most(service: Embedding, work: Work, text: str) -> dict[str, int]:
+    """The units to reserve: a request that embeds is no turn of a conversation, and gives no tokens back."""
+    return _units(answers.most(len(text.encode("utf-8")), 0, _price(service, work)))
+
+
+def _used(asked: ServiceEmbedder, service: Embedding, work: Work) -> dict[str, int]:
+    return _units(answers.used(asked.usage.as_json(), _price(service, work)))
+
+
+def _units(units: Mapping[str, int]) -> dict[str, int]:
+    return {name: count for name, count in units.items() if count and name != "turns"}
+
+
+Use: TypeAlias = Callable[[Embedder, EffectContext], EffectOutcome]
+
+
+def _with(service: Embedding, work: Work, use: Use, context: EffectContext) -> EffectOutcome:
+    """Carry out what needs vectors, with an embedder that asks the service; what it has used is charged."""
+    from ..providers import Call, ProviderFault
+    from ..providers.embeddings import ServiceEmbedder
+    from .secret_values import resolve_secret
+
+    policy, workspace = work.policy, workspace_of(work)
+
+    def secret(reference: Mapping[str, Any]) -> str:
+        return resolve_secret(reference, policy, workspace).value.decode("utf-8", "replace")
+
+    call = Call(context.token, work.timeout_seconds, context.key, context.monotonic)
+    try:
+        asked = ServiceEmbedder(service, policy, workspace, secret, call)
+        try:
+            outcome = use(asked, context)
+        except TaskFault as fault:
+            outcome = EffectOutcome.failed(fault)
+    except ProviderFault as fault:
+        return _unanswered(fault, context)
+    return replace(outcome, usage=_used(asked, service, work)) if asked.requests else outcome
+
+
+def _unanswered(fault: ProviderFault, context: EffectContext) -> EffectOutcome:
+    """A request without an answer. Nothing was written, so the attempt has failed, whatever became of the request."""
+    again = fault.retryable or fault.code in ("provider_timeout", "provider_transport")
+    error = fault.as_task_fault(retryable=again).as_json()
+    if fault.sent == "no":
+        return EffectOutcome("not_dispatched", error=error)
+    if context.token.reason == "drain":
+        return EffectOutcome("uncertain", error=error)  # the worker ends: another delivery asks again
+    return EffectOutcome("failed", error=error, usage={} if fault.passed else {"providerRequests": 1})
 
 
 def _store(context: EffectContext) -> Store:

@@ -21,6 +21,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol, TypeAlias
 
 from agentctl.store.answers import MAX_UNITS
+from agentctl.store.errors import TaskFault
 from agentctl.worker.effects import CancelToken
 
 Json: TypeAlias = Any
@@ -176,6 +177,22 @@ class ProviderFault(Exception):
         self.retry_after_ms = retry_after_ms
         self.request_id = request_id
         self.usage = usage
+
+    def as_task_fault(self, *, retryable: bool) -> TaskFault:
+        """The same as an error of a task. Whether a retry may repeat it depends on what the request was for."""
+        details: dict[str, Any] = {"sent": self.sent}
+        if self.status is not None:
+            details["status"] = self.status
+        if self.request_id is not None:
+            details["requestId"] = self.request_id
+        if self.retry_after_ms is not None:
+            details["retryAfterMs"] = self.retry_after_ms
+        return TaskFault(self.code, self.message, retryable=retryable, details=details)
+
+    @property
+    def passed(self) -> bool:
+        """Whether the service has said that it has not looked at the request: nothing is charged (contract row 21)."""
+        return self.status in (429, 503)
 
 
 @dataclass(frozen=True, slots=True)
