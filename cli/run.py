@@ -36,6 +36,7 @@ from .render import (
     when,
     why_uncertain,
 )
+from .stopping import heed_lost_interrupts
 from .streams import StreamDisplay
 
 if TYPE_CHECKING:
@@ -281,6 +282,7 @@ def signals_held() -> Iterator[None]:
 
     from agentctl.store.gate import hold_for_an_answer
 
+    heed_lost_interrupts()
     held = {signal.SIGINT, signal.SIGTERM}
     before = signal.signal(signal.SIGTERM, _interrupt)
     signal.pthread_sigmask(signal.SIG_BLOCK, held)
@@ -561,6 +563,7 @@ def foreground(
         except OSError as error:
             give_up_stdout(settings, error)
         follower = _Follower(printer, store, run_id, progress_for(printer), at_once=settings.output == "jsonl")
+        heed_lost_interrupts()
         for number in (signal.SIGINT, signal.SIGTERM):
             signal.signal(number, _interrupt)
         signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT, signal.SIGTERM})

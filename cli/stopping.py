@@ -1,13 +1,18 @@
-"""What a verb does when it is told to stop while it has something half-written."""
+"""What a verb does when it is told to stop while it has something half-written, and how no such word is lost."""
 
 from __future__ import annotations
 
 import os
 import signal
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 from .main import EXIT_INTERRUPTED
+
+AGAIN_SECONDS = 0.01
+"""How long after an interrupt was lost it is raised again: not within the callback that has lost it."""
 
 _STOPS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
@@ -23,6 +28,7 @@ def tidy() -> Iterator[None]:
     Only the first signal counts: a second one would hit the cleaning up. The process ends as without this: 130 after
     SIGINT and SIGTERM, by the signal itself after a hang-up. What is ignored (nohup) stays ignored.
     """
+    heed_lost_interrupts()
     asked: list[int] = []
 
     def stop(number: int, frame: object) -> None:
@@ -48,3 +54,28 @@ def _end(number: int) -> None:
         os._exit(EXIT_INTERRUPTED)
     signal.signal(number, signal.SIG_DFL)
     os.kill(os.getpid(), number)
+
+
+def heed_lost_interrupts() -> None:
+    """Raise again what a signal handler has raised to nobody.
+
+    A handler runs wherever the interpreter is, and that may be a callback of which exceptions are only reported: of a
+    weak reference, as every import has them, or a finalizer. The program would go on as if nobody had asked.
+    """
+    before = sys.unraisablehook
+
+    def again(lost: Any) -> None:
+        if lost.exc_type is None or issubclass(lost.exc_type, (Exception, SystemExit, GeneratorExit)):
+            before(lost)
+            return
+        kind: type[BaseException] = lost.exc_type
+
+        def strike(number: int, frame: object) -> None:
+            raise kind
+
+        # Handlers run in the main thread only, and so does this.
+        signal.signal(signal.SIGALRM, strike)
+        signal.setitimer(signal.ITIMER_REAL, AGAIN_SECONDS)
+
+    if getattr(before, "__name__", "") != again.__name__:
+        sys.unraisablehook = again
