@@ -21,8 +21,17 @@ from support.scale import share  # noqa: E402
 SAMPLED = (
     *("cli/", "crash/", "recovery/", "service/", "field_reports/", "examples/test_devops.py"),
     *("worker/test_a2a.py", "worker/test_extension.py", "worker/test_mcp.py", "worker/test_providers.py"),
+    *("worker/test_numbers_of_peers.py", "worker/test_secrets_on_disk.py", "store/test_real_chain.py"),
+    *("coordinator/test_limits.py", "property/"),
 )
 """Tests that start real processes or servers for each case. Below full scale a part of the cases runs (`share`)."""
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_cmdline_main(config: pytest.Config) -> None:
+    """Side by side, whoever is done takes over what others have not begun: the long ones would make them wait."""
+    if getattr(config.option, "numprocesses", None) and config.option.dist == "no":
+        config.option.dist = "worksteal"
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

@@ -121,7 +121,7 @@ DAMAGES: list[tuple[Callable[[Path], None], str]] = [
 @pytest.mark.timeout(900)
 def test_a_short_torture_and_its_verdict(tmp_path: Path) -> None:
     """One torture run for all of it: it takes its time. Then its folder is damaged in each way, one after the other."""
-    words = ("--minutes", "0.2", "--seed", "7", "--workers", "4", "--kill-every", "0.5", "--lease", "1")
+    words = ("--minutes", "0.1", "--seed", "7", "--workers", "4", "--kill-every", "0.5", "--lease", "1")
     report = load("torture", *words, "--folder", tmp_path, "--keep")
     assert "**Passed.**" in report
     assert figure(report, "executions") > 0

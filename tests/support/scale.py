@@ -9,6 +9,10 @@ from __future__ import annotations
 
 import math
 import os
+from collections.abc import Iterable
+from typing import TypeVar
+
+Case = TypeVar("Case")
 
 DEFAULT_SCALE = 0.1
 
@@ -24,8 +28,15 @@ def repeats(full: int, at_least: int = 1) -> int:
 
 
 def share(cases: int) -> int:
-    """How many cases of one parametrized test with real processes run: a quarter below full scale, never none."""
-    return cases if scale() >= 1 else math.ceil(cases / 4)
+    """How many cases of one test with real processes run: a sixth below full scale, never none."""
+    return cases if scale() >= 1 else math.ceil(cases / 6)
+
+
+def some(cases: Iterable[Case]) -> list[Case]:
+    """The cases that a test with real processes goes through by itself: as many as `share` says, evenly spread."""
+    every = list(cases)
+    count = share(len(every))
+    return [every[number * len(every) // count] for number in range(count)]
 
 
 def time_factor() -> float:
