@@ -21,7 +21,6 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, Self, TypeAlias
 from pydantic import (
     AfterValidator,
     BaseModel,
-    BeforeValidator,
     ConfigDict,
     Field,
     ValidationError,
@@ -45,6 +44,9 @@ MAX_EXPANSION = 100_000
 
 RESERVED_VARIABLES = frozenset({"loopIndex", "loopPrevious", "foreachIndex", "matrix", "matrixIndex"})
 """Names that expansion binds; no variable layer may use them (contract 1.10)."""
+
+MAX_ARGUMENT = 4096
+"""Longest argument of a command that prints a secret, in bytes (contract 1.9)."""
 
 PROCESS_KINDS = frozenset({"builtin.shell.exec", "extension.process"})
 
@@ -77,6 +79,13 @@ def _schema_shape(value: Any) -> Any:
     return value
 
 
+def _present_schema(value: Any) -> Any:
+    # A field that is there and empty would be a contract that nobody holds anything to.
+    if value is None:
+        raise problem("must be a JSON Schema: an object or a boolean", help="true allows everything")
+    return _schema_shape(value)
+
+
 def _list_or_template(value: Any) -> Any:
     if type(value) is not list and type(value) is not str:
         raise problem("must be a list, or one template over inputs or vars that gives a list")
@@ -99,8 +108,15 @@ def _unique(value: list[str]) -> list[str]:
     return value
 
 
+def _short_argument(value: str) -> str:
+    if len(value.encode("utf-8")) > MAX_ARGUMENT:
+        raise problem(f"an argument has at most {MAX_ARGUMENT} bytes")
+    return value
+
+
 Text = Annotated[str, Field(min_length=1)]
 SchemaValue = Annotated[Any, AfterValidator(_schema_shape), WithJsonSchema({"type": ["object", "boolean", "null"]})]
+RequiredSchema = Annotated[Any, AfterValidator(_present_schema), WithJsonSchema({"type": ["object", "boolean"]})]
 Items = Annotated[
     Any,
     AfterValidator(_list_or_template),
@@ -141,7 +157,7 @@ class SecretProcess(Part):
     """A command that prints a secret."""
 
     command: Text = Field(description="Program whose standard output is the secret; its basename must be allowlisted.")
-    args: list[Annotated[str, Field(max_length=4096)]] = Field(
+    args: list[Annotated[str, Field(max_length=MAX_ARGUMENT), AfterValidator(_short_argument)]] = Field(
         default_factory=list, max_length=64, description="Arguments of the program."
     )
     timeout_seconds: int = Field(default=5, ge=1, le=60, description="Time limit in seconds.")
@@ -411,7 +427,7 @@ class Tool(Part):
     action: Text | None = Field(default=None, description="Name of an entry of spec.actions, for kind action.")
     description: Text = Field(description="What the model is told.")
     input_schema: dict[str, Any] = Field(description="JSON Schema of the input: a closed object.")
-    output_schema: SchemaValue = Field(description="JSON Schema of the output.")
+    output_schema: RequiredSchema = Field(description="JSON Schema of the output.")
     capability: Text = Field(description="Name that policy rules use.")
     risk: Risk = Field(description="How much harm a call can do.")
     effect_class: EffectClass = Field(description="What kind of change a call makes.")
@@ -598,7 +614,10 @@ def _alias(name: str) -> str:
     return name[:-1] if name.endswith("_") else _camel(name)
 
 
-_SEMVER = r"^(0|[1-9]\d*)\.(0|[1-9]\d*)\.(0|[1-9]\d*)(-[0-9A-Za-z.-]+)?(\+[0-9A-Za-z.-]+)?$"
+_NUMBER = "(0|[1-9][0-9]*)"
+_PRE_RELEASE = f"({_NUMBER}|[0-9]*[A-Za-z-][0-9A-Za-z-]*)"
+_SEMVER = rf"^{_NUMBER}\.{_NUMBER}\.{_NUMBER}(-{_PRE_RELEASE}(\.{_PRE_RELEASE})*)?(\+[0-9A-Za-z-]+(\.[0-9A-Za-z-]+)*)?$"
+"""Semantic Versioning 2.0.0, in ASCII."""
 
 
 class Subworkflow(Part):
@@ -606,11 +625,9 @@ class Subworkflow(Part):
 
     version: Annotated[str, Field(pattern=_SEMVER)] = Field(description="Semantic version, MAJOR.MINOR.PATCH.")
     inputs: JsonMap = Field(default_factory=dict, description="Default inputs.")
-    input_schema: Annotated[SchemaValue, BeforeValidator(_schema_shape)] = Field(
-        description="JSON Schema of the inputs."
-    )
+    input_schema: RequiredSchema = Field(description="JSON Schema of the inputs.")
     outputs: JsonMap = Field(default_factory=dict, description="Templates of the outputs.")
-    output_schema: SchemaValue = Field(description="JSON Schema of the outputs.")
+    output_schema: RequiredSchema = Field(description="JSON Schema of the outputs.")
     tasks: Annotated[list[Task], Field(min_length=1)] = Field(description="The tasks.")
 
 
