@@ -12,9 +12,9 @@ from __future__ import annotations
 
 import re
 import typing
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
+from pathlib import Path as FilePath
 from types import UnionType
 from typing import TYPE_CHECKING, Annotated, Any, Literal, Self, TypeAlias
 
@@ -29,7 +29,7 @@ from pydantic import (
 )
 from pydantic_core import ErrorDetails, PydanticCustomError
 
-from .diagnostics import Diagnostic, DocumentError, did_you_mean
+from .diagnostics import Diagnostic, DocumentError, Path, did_you_mean
 from .expressions import has_template
 from .yaml_document import YamlDocument, collector_paused, read_document
 
@@ -893,7 +893,7 @@ class LoadedDocument:
     """
 
     file: str
-    base_dir: Path
+    base_dir: FilePath
     model: Workflow
     workflow: dict[str, Any]
     source: YamlDocument
@@ -901,12 +901,12 @@ class LoadedDocument:
     variables: Captured | None = None
 
 
-def load_workflow(path: Path) -> LoadedDocument:
+def load_workflow(path: FilePath) -> LoadedDocument:
     """Read and check a workflow file. Raises `DocumentError` with all findings."""
     return document_from_source(read_document(path), base_dir=path.absolute().parent)
 
 
-def document_from_source(source: YamlDocument, *, base_dir: Path) -> LoadedDocument:
+def document_from_source(source: YamlDocument, *, base_dir: FilePath) -> LoadedDocument:
     """Check a document that was read already. Raises `DocumentError` with all findings."""
     value, warnings = _check_version(source)
     try:
@@ -915,13 +915,38 @@ def document_from_source(source: YamlDocument, *, base_dir: Path) -> LoadedDocum
     except ValidationError as error:
         found = [_diagnostic(source, item) for item in error.errors(include_url=False)]
         raise DocumentError(found) from None
-    for name, variable in model.spec.vars.items():
-        if has_template(variable):
-            message = f"the value of the variable {name} is data; the template in it is not rendered"
-            hint = "write it into the vars or the with of a task"
-            place = ("spec", "vars", name)
+    for place, what, value, hint in _data(model.spec):
+        if has_template(value):
+            message = f"{what} is data; the template in it is not rendered"
             warnings.append(source.diagnostic("invalid_template", message, place, help=hint, severity="warning"))
     return LoadedDocument(source.file, base_dir, model, model.model_dump(by_alias=True), source, warnings)
+
+
+def _data(spec: Spec) -> Iterator[tuple[Path, str, Any, str]]:
+    """What people take for a place of templates although nothing is rendered there: place, name, value and hint."""
+    variable, in_task = "the value of the variable", "write it into the vars or the with of a task"
+    named: list[tuple[Path, JsonMap, str, str]] = [(("spec", "vars"), spec.vars, variable, in_task)]
+    named += [(("spec", "agents", name, "vars"), agent.vars, variable, in_task) for name, agent in spec.agents.items()]
+    named.append((("spec", "inputs"), spec.inputs, "the default of the input", "write it where the input is read"))
+    by_task = "let a task write it, with builtin.memory.write"
+    named.append((("spec", "memory", "working"), spec.memory.working, "the initial value of the memory key", by_task))
+    for path, values, what, hint in named:
+        for name, value in values.items():
+            yield (*path, name), f"{what} {name}", value, hint
+    for name, action in spec.actions.items():
+        elsewhere = "`with` of a task" if action.kind == "builtin.shell.exec" else "input of the extension"
+        for field_name in ("command", "args", "cwd", "artifacts"):
+            hint = f"give it in the {elsewhere}" if field_name != "command" else "declare an action for each program"
+            place: Path = ("spec", "actions", name, field_name)
+            yield place, f"what stands in {field_name} of an action", getattr(action, field_name), hint
+    groups: list[tuple[Path, list[Task]]] = [(("spec", "tasks"), spec.tasks)]
+    groups += [(("spec", "subworkflows", name, "tasks"), sub.tasks) for name, sub in spec.subworkflows.items()]
+    hint = "write the value; what changes stands in `select`"
+    for path, tasks in groups:
+        for index, task in enumerate(tasks):
+            for at, case in enumerate(task.route.cases if task.route is not None else ()):
+                place = (*path, index, "route", "cases", at, "equals")
+                yield place, "what a case is compared with", case.equals, hint
 
 
 def document_schema() -> dict[str, Any]:
