@@ -833,7 +833,7 @@ class Compensation(Part):
 class OutputOptions(Part):
     """Presentation only."""
 
-    verbose: bool = Field(default=False, description="Print more.")
+    verbose: bool = Field(default=False, description="Print more, as --verbose does.")
     show_diff: bool = Field(default=True, description="Print diffs of writes.")
 
 
