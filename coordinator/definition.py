@@ -14,6 +14,7 @@ import re
 import typing
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from heapq import nsmallest
 from pathlib import Path as FilePath
 from types import UnionType
 from typing import TYPE_CHECKING, Annotated, Any, Literal, Self, TypeAlias
@@ -29,7 +30,7 @@ from pydantic import (
 )
 from pydantic_core import ErrorDetails, PydanticCustomError
 
-from .diagnostics import Diagnostic, DocumentError, Path, did_you_mean
+from .diagnostics import MAX_DIAGNOSTICS, Diagnostic, DocumentError, Path, did_you_mean
 from .expressions import has_template
 from .yaml_document import YamlDocument, collector_paused, read_document
 
@@ -913,8 +914,10 @@ def document_from_source(source: YamlDocument, *, base_dir: FilePath) -> LoadedD
         with collector_paused():
             model = Workflow.model_validate(value)
     except ValidationError as error:
-        found = [_diagnostic(source, item) for item in error.errors(include_url=False)]
-        raise DocumentError(found) from None
+        # To say what is wrong, and what to do, costs far more than to find it: only what is shown is put into words.
+        wrong = nsmallest(MAX_DIAGNOSTICS, error.errors(include_url=False), lambda item: source.locate(item["loc"]))
+        more = error.error_count() - len(wrong)
+        raise DocumentError([_diagnostic(source, item) for item in wrong], more=more) from None
     for place, what, value, hint in _data(model.spec):
         if has_template(value):
             message = f"{what} is data; the template in it is not rendered"
