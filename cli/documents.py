@@ -8,7 +8,7 @@ import stat
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial, wraps
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -241,6 +241,11 @@ def refused_by_policy(document: LoadedDocument, plan: Plan) -> list[Diagnostic]:
     ]
 
 
+def presented(settings: Settings, document: LoadedDocument) -> Settings:
+    """The settings, with what the document itself says of presentation (`spec.output.verbose`)."""
+    return replace(settings, verbose=True) if document.model.spec.output.verbose else settings
+
+
 @contextmanager
 def without_plugins() -> Iterator[None]:
     """Import pydantic without its search for plugins, which reads the metadata of every installed package."""
@@ -271,7 +276,6 @@ def check(
     With JSON output each file gives one envelope: CheckResult on stdout or Error on stderr. Exit 2 if any is wrong.
     """
     given = sources.inputs()
-    printer = Printer(settings)
     wrong = 0
     for file in files:
         try:
@@ -299,9 +303,10 @@ def check(
         }
         noun = "task" if data["tasks"] == 1 else "tasks"
         text = f"{clean(file)}: ok, workflow {clean(plan.workflow_name)}, {data['tasks']} {noun}"
+        printer = Printer(presented(settings, document))
         printer.result("CheckResult", data, partial(Printer.line, text=text), document.warnings)
     if len(files) > 1 and not settings.json:
-        printer.line(f"{len(files)} files, {wrong or 'all'} of them {'wrong' if wrong else 'fine'}")
+        Printer(settings).line(f"{len(files)} files, {wrong or 'all'} of them {'wrong' if wrong else 'fine'}")
     if wrong:
         context.exit(2)
 
@@ -323,6 +328,7 @@ def plan(
     from .authoring import plan_for_people
 
     warn_findings(settings, document.warnings)
+    settings = presented(settings, document)
     data = plan_as_json(compiled) if settings.json or settings.verbose else None
     Printer(settings).result("Plan", data, lambda out: plan_for_people(out, document, compiled), document.warnings)
 

@@ -18,7 +18,7 @@ import click
 from agentctl.store.errors import AgentctlError, AlreadyTerminal, PolicyError, UsageError
 from agentctl.store.states import RUN_FINAL
 
-from .documents import Sources, compile_file, source_options
+from .documents import Sources, compile_file, presented, source_options
 from .main import EXIT_INTERRUPTED, Seconds, Settings, Verb, pass_settings
 from .render import (
     Printer,
@@ -267,7 +267,8 @@ def run(
     with closing(store):
         plan = prepared[1] if submission.created else None
         word = "started" if submission.created else "is the run of this key"
-        context.exit(foreground(settings, store, submission.run_id, word, workers=workers, plan=plan, timeout=timeout))
+        shown = presented(settings, prepared[0])
+        context.exit(foreground(shown, store, submission.run_id, word, workers=workers, plan=plan, timeout=timeout))
 
 
 @contextmanager

@@ -12,16 +12,16 @@ from __future__ import annotations
 
 import re
 import typing
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
+from heapq import nsmallest
+from pathlib import Path as FilePath
 from types import UnionType
 from typing import TYPE_CHECKING, Annotated, Any, Literal, Self, TypeAlias
 
 from pydantic import (
     AfterValidator,
     BaseModel,
-    BeforeValidator,
     ConfigDict,
     Field,
     ValidationError,
@@ -30,7 +30,7 @@ from pydantic import (
 )
 from pydantic_core import ErrorDetails, PydanticCustomError
 
-from .diagnostics import Diagnostic, DocumentError, did_you_mean
+from .diagnostics import MAX_DIAGNOSTICS, Diagnostic, DocumentError, Path, did_you_mean
 from .expressions import has_template
 from .yaml_document import YamlDocument, collector_paused, read_document
 
@@ -45,6 +45,9 @@ MAX_EXPANSION = 100_000
 
 RESERVED_VARIABLES = frozenset({"loopIndex", "loopPrevious", "foreachIndex", "matrix", "matrixIndex"})
 """Names that expansion binds; no variable layer may use them (contract 1.10)."""
+
+MAX_ARGUMENT = 4096
+"""Longest argument of a command that prints a secret, in bytes (contract 1.9)."""
 
 PROCESS_KINDS = frozenset({"builtin.shell.exec", "extension.process"})
 
@@ -77,6 +80,13 @@ def _schema_shape(value: Any) -> Any:
     return value
 
 
+def _present_schema(value: Any) -> Any:
+    # A field that is there and empty would be a contract that nobody holds anything to.
+    if value is None:
+        raise problem("must be a JSON Schema: an object or a boolean", help="true allows everything")
+    return _schema_shape(value)
+
+
 def _list_or_template(value: Any) -> Any:
     if type(value) is not list and type(value) is not str:
         raise problem("must be a list, or one template over inputs or vars that gives a list")
@@ -99,8 +109,15 @@ def _unique(value: list[str]) -> list[str]:
     return value
 
 
+def _short_argument(value: str) -> str:
+    if len(value.encode("utf-8")) > MAX_ARGUMENT:
+        raise problem(f"an argument has at most {MAX_ARGUMENT} bytes")
+    return value
+
+
 Text = Annotated[str, Field(min_length=1)]
 SchemaValue = Annotated[Any, AfterValidator(_schema_shape), WithJsonSchema({"type": ["object", "boolean", "null"]})]
+RequiredSchema = Annotated[Any, AfterValidator(_present_schema), WithJsonSchema({"type": ["object", "boolean"]})]
 Items = Annotated[
     Any,
     AfterValidator(_list_or_template),
@@ -141,7 +158,7 @@ class SecretProcess(Part):
     """A command that prints a secret."""
 
     command: Text = Field(description="Program whose standard output is the secret; its basename must be allowlisted.")
-    args: list[Annotated[str, Field(max_length=4096)]] = Field(
+    args: list[Annotated[str, Field(max_length=MAX_ARGUMENT), AfterValidator(_short_argument)]] = Field(
         default_factory=list, max_length=64, description="Arguments of the program."
     )
     timeout_seconds: int = Field(default=5, ge=1, le=60, description="Time limit in seconds.")
@@ -411,7 +428,7 @@ class Tool(Part):
     action: Text | None = Field(default=None, description="Name of an entry of spec.actions, for kind action.")
     description: Text = Field(description="What the model is told.")
     input_schema: dict[str, Any] = Field(description="JSON Schema of the input: a closed object.")
-    output_schema: SchemaValue = Field(description="JSON Schema of the output.")
+    output_schema: RequiredSchema = Field(description="JSON Schema of the output.")
     capability: Text = Field(description="Name that policy rules use.")
     risk: Risk = Field(description="How much harm a call can do.")
     effect_class: EffectClass = Field(description="What kind of change a call makes.")
@@ -598,7 +615,10 @@ def _alias(name: str) -> str:
     return name[:-1] if name.endswith("_") else _camel(name)
 
 
-_SEMVER = r"^(0|[1-9]\d*)\.(0|[1-9]\d*)\.(0|[1-9]\d*)(-[0-9A-Za-z.-]+)?(\+[0-9A-Za-z.-]+)?$"
+_NUMBER = "(0|[1-9][0-9]*)"
+_PRE_RELEASE = f"({_NUMBER}|[0-9]*[A-Za-z-][0-9A-Za-z-]*)"
+_SEMVER = rf"^{_NUMBER}\.{_NUMBER}\.{_NUMBER}(-{_PRE_RELEASE}(\.{_PRE_RELEASE})*)?(\+[0-9A-Za-z-]+(\.[0-9A-Za-z-]+)*)?$"
+"""Semantic Versioning 2.0.0, in ASCII."""
 
 
 class Subworkflow(Part):
@@ -606,11 +626,9 @@ class Subworkflow(Part):
 
     version: Annotated[str, Field(pattern=_SEMVER)] = Field(description="Semantic version, MAJOR.MINOR.PATCH.")
     inputs: JsonMap = Field(default_factory=dict, description="Default inputs.")
-    input_schema: Annotated[SchemaValue, BeforeValidator(_schema_shape)] = Field(
-        description="JSON Schema of the inputs."
-    )
+    input_schema: RequiredSchema = Field(description="JSON Schema of the inputs.")
     outputs: JsonMap = Field(default_factory=dict, description="Templates of the outputs.")
-    output_schema: SchemaValue = Field(description="JSON Schema of the outputs.")
+    output_schema: RequiredSchema = Field(description="JSON Schema of the outputs.")
     tasks: Annotated[list[Task], Field(min_length=1)] = Field(description="The tasks.")
 
 
@@ -816,7 +834,7 @@ class Compensation(Part):
 class OutputOptions(Part):
     """Presentation only."""
 
-    verbose: bool = Field(default=False, description="Print more.")
+    verbose: bool = Field(default=False, description="Print more, as --verbose does.")
     show_diff: bool = Field(default=True, description="Print diffs of writes.")
 
 
@@ -876,7 +894,7 @@ class LoadedDocument:
     """
 
     file: str
-    base_dir: Path
+    base_dir: FilePath
     model: Workflow
     workflow: dict[str, Any]
     source: YamlDocument
@@ -884,27 +902,54 @@ class LoadedDocument:
     variables: Captured | None = None
 
 
-def load_workflow(path: Path) -> LoadedDocument:
+def load_workflow(path: FilePath) -> LoadedDocument:
     """Read and check a workflow file. Raises `DocumentError` with all findings."""
     return document_from_source(read_document(path), base_dir=path.absolute().parent)
 
 
-def document_from_source(source: YamlDocument, *, base_dir: Path) -> LoadedDocument:
+def document_from_source(source: YamlDocument, *, base_dir: FilePath) -> LoadedDocument:
     """Check a document that was read already. Raises `DocumentError` with all findings."""
     value, warnings = _check_version(source)
     try:
         with collector_paused():
             model = Workflow.model_validate(value)
     except ValidationError as error:
-        found = [_diagnostic(source, item) for item in error.errors(include_url=False)]
-        raise DocumentError(found) from None
-    for name, variable in model.spec.vars.items():
-        if has_template(variable):
-            message = f"the value of the variable {name} is data; the template in it is not rendered"
-            hint = "write it into the vars or the with of a task"
-            place = ("spec", "vars", name)
+        # To say what is wrong, and what to do, costs far more than to find it: only what is shown is put into words.
+        wrong = nsmallest(MAX_DIAGNOSTICS, error.errors(include_url=False), lambda item: source.locate(item["loc"]))
+        more = error.error_count() - len(wrong)
+        raise DocumentError([_diagnostic(source, item) for item in wrong], more=more) from None
+    for place, what, value, hint in _data(model.spec):
+        if has_template(value):
+            message = f"{what} is data; the template in it is not rendered"
             warnings.append(source.diagnostic("invalid_template", message, place, help=hint, severity="warning"))
     return LoadedDocument(source.file, base_dir, model, model.model_dump(by_alias=True), source, warnings)
+
+
+def _data(spec: Spec) -> Iterator[tuple[Path, str, Any, str]]:
+    """What people take for a place of templates although nothing is rendered there: place, name, value and hint."""
+    variable, in_task = "the value of the variable", "write it into the vars or the with of a task"
+    named: list[tuple[Path, JsonMap, str, str]] = [(("spec", "vars"), spec.vars, variable, in_task)]
+    named += [(("spec", "agents", name, "vars"), agent.vars, variable, in_task) for name, agent in spec.agents.items()]
+    named.append((("spec", "inputs"), spec.inputs, "the default of the input", "write it where the input is read"))
+    by_task = "let a task write it, with builtin.memory.write"
+    named.append((("spec", "memory", "working"), spec.memory.working, "the initial value of the memory key", by_task))
+    for path, values, what, hint in named:
+        for name, value in values.items():
+            yield (*path, name), f"{what} {name}", value, hint
+    for name, action in spec.actions.items():
+        elsewhere = "`with` of a task" if action.kind == "builtin.shell.exec" else "input of the extension"
+        for field_name in ("command", "args", "cwd", "artifacts"):
+            hint = f"give it in the {elsewhere}" if field_name != "command" else "declare an action for each program"
+            place: Path = ("spec", "actions", name, field_name)
+            yield place, f"what stands in {field_name} of an action", getattr(action, field_name), hint
+    groups: list[tuple[Path, list[Task]]] = [(("spec", "tasks"), spec.tasks)]
+    groups += [(("spec", "subworkflows", name, "tasks"), sub.tasks) for name, sub in spec.subworkflows.items()]
+    hint = "write the value; what changes stands in `select`"
+    for path, tasks in groups:
+        for index, task in enumerate(tasks):
+            for at, case in enumerate(task.route.cases if task.route is not None else ()):
+                place = (*path, index, "route", "cases", at, "equals")
+                yield place, "what a case is compared with", case.equals, hint
 
 
 def document_schema() -> dict[str, Any]:

@@ -96,13 +96,14 @@ REMEDIES = {
 class DocumentError(UsageError):
     """A document cannot be used; nothing was changed. `diagnostics` is never empty and sorted by place."""
 
-    def __init__(self, diagnostics: Iterable[Diagnostic]) -> None:
+    def __init__(self, diagnostics: Iterable[Diagnostic], *, more: int = 0) -> None:
+        """`more` is how many further findings there are that nobody has worked out."""
         found = sorted(
             (item if item.help else replace(item, help=REMEDIES.get(item.code)) for item in diagnostics),
             key=lambda item: (item.file or "", item.line or 0, item.column or 0, item.path or ""),
         )
-        if len(found) > MAX_DIAGNOSTICS:
-            left = len(found) - MAX_DIAGNOSTICS
+        left = max(0, len(found) - MAX_DIAGNOSTICS) + more
+        if left:
             found = [
                 *found[:MAX_DIAGNOSTICS],
                 Diagnostic("schema_violation", f"{left} more findings not shown"),

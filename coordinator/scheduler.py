@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from agentctl.store.canonical import canonical, loads, text_digest
+from agentctl.store.canonical import canonical, loads, nests_deeper, text_digest
 from agentctl.store.clock import DAY_MS
 from agentctl.store.compensations import MAPPING
 from agentctl.store.engine import BATCH_BYTES, BATCH_RESULTS, RunSnapshot
@@ -47,6 +47,10 @@ MAX_INPUT_CHARACTERS = 32 << 20
 MAX_AGGREGATE_CHARACTERS = 256 << 20
 """How long a rendered input, and the output of an aggregate or of a run, may be as JSON. A value that grows with each
 iteration of a loop would otherwise take the memory of the process that drives all runs."""
+
+MAX_INPUT_DEPTH = 128
+"""How deep a rendered input may nest. Everything that a run makes comes from one, and everybody has to be able to read
+it: a value that nests once more with each iteration of a loop would end whoever parses it."""
 
 HELD_WINDOW = 256
 """How many attempts of a run may wait for budget before no further ones are tried: each try costs a claim."""
@@ -597,7 +601,7 @@ class Scheduler:
                 text = self._aggregate(position)
             else:
                 rendered = self.index.input(position)(scope)
-                rendered_text = _bounded(canonical(rendered), MAX_INPUT_CHARACTERS, "the input")
+                rendered_text = _shallow(_bounded(canonical(rendered), MAX_INPUT_CHARACTERS, "the input"))
                 said = self._instructions(position, scope)
                 digest = self._input_digest(position, _told(rendered_text, said), own, snapshot)
                 if not self.index.effect_free(position):
@@ -887,6 +891,16 @@ def _bounded(text: str, most: int, what: str) -> str:
             "too_large",
             f"{what} would have {len(text):,} characters as JSON, {most:,} are possible; large data belongs in files",
             details={"characters": len(text), "limit": most},
+        )
+    return text
+
+
+def _shallow(text: str) -> str:
+    if nests_deeper(text, MAX_INPUT_DEPTH):
+        raise TaskFault(
+            "too_large",
+            f"the input would nest more than {MAX_INPUT_DEPTH} levels deep; take out of a value only what is needed",
+            details={"levels": MAX_INPUT_DEPTH},
         )
     return text
 

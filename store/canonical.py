@@ -11,6 +11,7 @@ and plan), `sha256:v1:` + hex (fingerprints, inputs, outputs, deltas, contexts) 
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Mapping
 from hashlib import sha256
 from typing import Any, TypeAlias
@@ -124,6 +125,26 @@ def check_value(value: Any, *, max_depth: int = MAX_DEPTH) -> None:
         elif isinstance(item, list):
             pending.extend((child, depth + 1) for child in item)
     canonical(value)
+
+
+_BRACKETS = bytes.maketrans(b"[]", b"{}")
+_NO_BRACKETS = bytes(set(range(256)) - set(b'[]{}"'))
+
+
+def nests_deeper(text: str, most: int) -> bool:
+    """Whether a canonical text nests deeper than `most` levels. Only of a text with many brackets it costs anything."""
+    if text.count("{") + text.count("[") <= most:
+        return False
+    # What is left are brackets, and quotes around those in texts; two quotes side by side hold nothing.
+    data = text.encode("utf-8").replace(b"\\\\", b"").replace(b'\\"', b"")
+    data = data.translate(_BRACKETS, _NO_BRACKETS).replace(b'""', b"")
+    if b'"' in data:
+        data = re.sub(rb'"[^"]*"', b"", data)
+    for _ in range(most):
+        data = data.replace(b"{}", b"")  # the innermost level of every part
+        if not data:
+            break
+    return bool(data)
 
 
 def loads(text: str) -> Any:

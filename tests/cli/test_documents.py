@@ -171,3 +171,13 @@ def test_a_pair_is_json_or_else_text(cli: Any, text: str, value: object) -> None
     run_id = cli.json("submit", "hello.yaml", "--input", f"x={text}").data["runId"]
     found = cli.json("inspect", run_id).data["run"]["inputs"]["x"]
     assert (found, type(found)) == (value, type(value))
+
+
+@pytest.mark.parametrize("verb", ["check", "plan", "run"])
+def test_a_document_may_ask_for_more_output(cli: Any, verb: str) -> None:
+    cli.write("loud.yaml", (cli.folder / "hello.yaml").read_text() + "  output: {verbose: true}\n")
+    quiet, asked, loud = cli(verb, "hello.yaml"), cli(verb, "hello.yaml", "--verbose"), cli(verb, "loud.yaml")
+    assert {quiet.code, asked.code, loud.code} == {0}
+    assert "\n{\n" not in quiet.out
+    assert "\n{\n" in asked.out
+    assert "\n{\n" in loud.out

@@ -432,6 +432,25 @@ def test_a_loop_whose_value_doubles_fails_at_the_limit(table: Bench, monkeypatch
     check_chains(table.store)
 
 
+def test_a_loop_whose_value_nests_ever_deeper_fails_at_the_limit(table: Bench) -> None:
+    done = table.run(
+        ACTIONS
+        + """\
+  tasks:
+    - id: grow
+      uses: action:set
+      loop: {maxIterations: 1000, while: "${{ vars.loopIndex < 999 }}", initial: {output: 0}}
+      with: {p: ["${{ vars.loopPrevious.output }}"]}
+"""
+    )
+    assert (done.state, done.error["code"], done.error["retryable"]) == ("failed", "too_large", False)
+    states = list(done.states().values())
+    assert states[:64] == ["succeeded"] * 64
+    assert states[64:] == ["failed"] + ["cancelled"] * 936
+    assert "128 levels" in done.error["message"]
+    check_chains(table.store)
+
+
 def test_what_just_fits_into_an_input_is_no_fault(table: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
     spec = ACTIONS + "  tasks:\n    - {id: a, uses: action:set, with: {n: '${{ inputs.n }}'}}\n  inputs: {n: ''}\n"
     monkeypatch.setattr(f"{SCHEDULER}.MAX_INPUT_CHARACTERS", 100)

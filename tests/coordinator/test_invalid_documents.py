@@ -432,6 +432,24 @@ def test_too_many_findings_are_cut(build: Any) -> None:
     assert "400 more findings" in caught.value.diagnostics[-1].message
 
 
+def test_of_many_findings_only_those_that_are_shown_are_put_into_words(
+    load: Callable[[str], Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    worded = []
+    monkeypatch.setattr(
+        "agentctl.coordinator.definition._diagnostic",
+        lambda source, error: worded.append(error) or source.diagnostic("schema_violation", "x", error["loc"]),
+    )
+    fields = "".join(f"      odd{number}: 1\n" for number in range(2000))
+    needs = ", ".join(["1"] * 3000)
+    with pytest.raises(DocumentError) as caught:
+        load(f"{HEAD}{ACTIONS}  tasks:\n    - id: a\n      uses: action:set\n{fields}      needs: [{needs}]\n")
+    lines = [item.line for item in caught.value.diagnostics]
+    assert lines == [*range(17, 117), None]
+    assert caught.value.diagnostics[-1].message == "4900 more findings not shown"
+    assert len(worded) == 100
+
+
 def test_the_old_version_name_is_a_warning(load: Any) -> None:
     spec = "spec:\n  actions: {s: {kind: builtin.assign}}\n  tasks: [{id: a, uses: action:s}]\n"
     old = load(f"apiVersion: agentctl.dev/v1alpha1\nkind: Workflow\nmetadata: {{name: demo}}\n{spec}")
@@ -441,11 +459,27 @@ def test_the_old_version_name_is_a_warning(load: Any) -> None:
     assert compile_workflow(old).plan_digest == compile_workflow(new).plan_digest
 
 
-def test_a_template_in_workflow_variables_gets_a_warning(load: Any) -> None:
+def test_a_template_where_nothing_is_rendered_gets_a_warning(load: Any) -> None:
     document = load(
-        f"{HEAD}  vars: {{v: '${{{{ inputs.a }}}}'}}\n  actions: {{s: {{kind: builtin.assign}}}}\n  tasks: [{{id: a, uses: action:s}}]"
+        f"{HEAD}  vars: {{v: '${{{{ inputs.a }}}}'}}\n"
+        "  inputs: {a: 1, b: ['${{ vars.v }}']}\n"
+        "  memory: {working: {k: '${{ inputs.a }}'}}\n"
+        "  providers: {p: {kind: fake}}\n"
+        "  agents: {g: {provider: p, model: m, instructions: '${{ vars.v }}', vars: {w: '${{ inputs.a }}'}}}\n"
+        "  actions: {s: {kind: builtin.assign, with: {x: '${{ inputs.a }}'}}, c: {kind: builtin.shell.exec, command: x, args: ['${{ inputs.a }}']}}\n"
+        "  tasks:\n"
+        "    - {id: r, uses: router, route: {select: '${{ inputs.a }}', cases: [{equals: '${{ vars.v }}', tasks: [a]}]}}\n"
+        "    - {id: a, uses: action:s, needs: [r], vars: {x: '${{ inputs.a }}'}}\n"
     )
-    assert [item.path for item in document.warnings] == ["spec.vars.v"]
+    assert [item.path for item in document.warnings] == [
+        "spec.vars.v",
+        "spec.agents.g.vars.w",
+        "spec.inputs.b",
+        "spec.memory.working.k",
+        "spec.actions.c.args",
+        "spec.tasks[0].route.cases[0].equals",
+    ]
+    assert {(item.code, item.severity) for item in document.warnings} == {("invalid_template", "warning")}
 
 
 PEERS = """  policy: {approval: never}

@@ -116,6 +116,7 @@ CASES = [
     ("invalid_secret_reference", "spec.actions.x.env.A.value", "actions: {x: {kind: builtin.shell.exec, command: x, env: {A: {§value: secret}}}}"),
     ("invalid_secret_reference", "spec.actions.x.env.A.process.timeoutSeconds", "actions: {x: {kind: builtin.shell.exec, command: x, env: {A: {process: {command: c, timeoutSeconds: §61}}}}}"),
     ("invalid_secret_reference", "spec.actions.x.env.A.process.outputLimitBytes", "actions: {x: {kind: builtin.shell.exec, command: x, env: {A: {process: {command: c, outputLimitBytes: §65537}}}}}"),
+    ("invalid_secret_reference", "spec.actions.x.env.A.process.args[0]", "actions: {x: {kind: builtin.shell.exec, command: x, env: {A: {process: {command: c, args: [§'" + "é" * 2049 + "']}}}}}"),
     # policy and network
     ("schema_violation", "spec.policy.approval", "policy: {approval: §sometimes}"),
     ("schema_violation", "spec.policy.nonInteractive", "policy: {nonInteractive: §wait}"),
@@ -155,6 +156,14 @@ CASES = [
     ("schema_violation", "spec.subworkflows.w.version", "subworkflows: {w: {version: §'1.0', inputSchema: {}, outputSchema: {}, tasks: [{id: b, uses: action:set}]}}"),
     ("schema_violation", "spec.subworkflows.w.inputSchema", "subworkflows: {w: §{version: 1.0.0, outputSchema: {}, tasks: [{id: b, uses: action:set}]}}"),
     ("schema_violation", "spec.subworkflows.w.tasks", "subworkflows: {w: {version: 1.0.0, inputSchema: {}, outputSchema: {}, tasks: §[]}}"),
+    *(
+        ("schema_violation", "spec.subworkflows.w.version", f"subworkflows: {{w: {{version: §'{version}', inputSchema: {{}}, outputSchema: {{}}, tasks: [{{id: b, uses: action:set}}]}}}}")
+        for version in ("01.0.0", "1.0.0-", "1.0.0-a..b", "1.0.0-01", "1.0.0+a..b", "1.1\N{ARABIC-INDIC DIGIT TWO}.0")
+    ),
+    # a contract that is there and empty
+    ("schema_violation", "spec.subworkflows.w.inputSchema", "subworkflows: {w: {version: 1.0.0, inputSchema: §null, outputSchema: {}, tasks: [{id: b, uses: action:set}]}}"),
+    ("schema_violation", "spec.subworkflows.w.outputSchema", "subworkflows: {w: {version: 1.0.0, inputSchema: {}, outputSchema: §null, tasks: [{id: b, uses: action:set}]}}"),
+    ("schema_violation", "spec.tools.t.outputSchema", tool(outputSchema="§null")),
 ]  # fmt: skip
 
 TASKS = [
@@ -199,3 +208,9 @@ def test_field(load: Any, code: str, path: str, spec: str) -> None:
 def test_task(load: Any, path: str, task: str) -> None:
     rest = REST[: REST.index("  tasks")]
     check_place(load, "schema_violation", path, f"{HEAD}{rest}  tasks: [{task}]\n")
+
+
+@pytest.mark.parametrize("version", ["0.0.0", "1.2.3-rc.1+b", "1.0.0--", "1.0.0-0a.0", "1.0.0+01.a-b"])
+def test_semantic_versions(load: Any, version: str) -> None:
+    sub = f"subworkflows: {{w: {{version: '{version}', inputSchema: {{}}, outputSchema: {{}}, tasks: [{{id: b, uses: action:set}}]}}}}"
+    compile_workflow(load(f"{HEAD}  {sub}\n{REST}"))

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from typing import Any
+
+import pytest
 from agentctl.store.canonical import (
     approval_id,
     canonical,
     effect_id,
     hex_digest,
     input_digest,
+    nests_deeper,
     text_digest,
     value_digest,
 )
@@ -27,3 +31,19 @@ def test_an_empty_state_delta() -> None:
     delta = {"formatVersion": 1, "set": {}, "remove": []}
     digest = "sha256:v1:6bb66b760a4352963c62c5094a0de9e1f755bee6fadb53c571914cf9154e26f0"
     assert value_digest(delta) == text_digest(canonical(delta)) == digest
+
+
+@pytest.mark.parametrize(
+    ("value", "depth"),
+    [
+        ("{[", 0),
+        ([], 1),
+        ({"a": [1, {"b": {}}], "c": [[]]}, 4),
+        ([["}"], {"{": "[\\"}, '"{"', "\\", '\\"{{{{{{', ["]]"], {}], 2),
+        ([{"a": [{}]}, [[[1]]], {"b": {"c": {"d": [[]]}}}], 6),
+    ],
+)
+def test_how_deep_a_text_nests(value: Any, depth: int) -> None:
+    text = canonical([value, [[]] * 50])
+    assert nests_deeper(text, max(depth, 2))
+    assert not nests_deeper(text, max(depth, 2) + 1)
