@@ -82,6 +82,9 @@ def start(
         return StartRefused("paused"), run_id, events
     if deadline is not None and now > deadline:
         return StartRefused("deadline"), run_id, events
+    if overdrawn is None and fence.delivery > 1:
+        # Whoever held the attempt before was told so, and has died or drained before it could end the attempt.
+        overdrawn = ledger.overdrawn(tx, run_id)
     if overdrawn is not None:
         return StartRefused("budget", overdrawn), run_id, events
     if request.approval is not None:
