@@ -1221,8 +1221,9 @@ def _logs(tx: Connection, run: Run, task_id: str | None) -> Iterator[dict[str, A
         if row[6] != "process_execution":
             continue
         result, error = _value(row[19]), _value(row[20])
-        if row[7] == "extension.process" and row[14] == "succeeded":
-            result = _value(row[21])  # its result is whatever the extension answers, not what it has printed
+        notes = _value(row[21])
+        if row[14] == "succeeded" and isinstance(notes, dict) and "extension" in notes:
+            result = notes  # its result is whatever the extension answers, not what it has printed
         entry: dict[str, Any] = {
             "taskId": row[2],
             "attempt": row[3],

@@ -93,6 +93,36 @@ def test_a_failed_run_is_an_outcome_with_exit_4(cli: Any) -> None:
     assert cli.json("logs", run_id, "absent").error["code"] == "not_found"
 
 
+EXTENSION = """\
+case "$1" in
+--agentctl-handshake)
+  echo '{"protocolVersion":"agentctl.dev/process-extension/v1","name":"e","inputSchema":{},"outputSchema":{},\
+"capabilities":[]}' ;;
+*)
+  echo note >&2
+  echo '{"protocolVersion":"agentctl.dev/process-extension/v1","effectId":"'"$AGENTCTL_EFFECT_ID"'",\
+"output":{"exitCode":9,"stdout":"never printed","stderr":"nor this"}}' ;;
+esac
+"""
+
+
+def test_logs_of_an_extension_are_what_it_has_printed_not_what_it_answers(cli: Any) -> None:
+    cli.write("e.sh", EXTENSION)
+    action = {"kind": "extension.process", "command": "sh", "args": ["e.sh"], "idempotency": "pure"}
+    contract = {"protocolVersion": "agentctl.dev/process-extension/v1", "inputSchema": {}, "outputSchema": {}}
+    spec = {
+        "policy": {"approval": "never", "processAllowlist": ["sh"]},
+        "actions": {"e": action | contract},
+        "tasks": [{"id": "e", "uses": "action:e"}],
+    }
+    document = {"apiVersion": "agentctl.dev/v1", "kind": "Workflow", "metadata": {"name": "e"}, "spec": spec}
+    cli.write("e.yaml", json.dumps(document))
+    result = cli.json("run", "e.yaml")
+    assert (result.code, result.data["output"]["e"]["exitCode"]) == (0, 9)
+    [log] = cli.json("logs", result.data["runId"]).data["attempts"]
+    assert (log["exitCode"], log["stdout"], log["stderr"]) == (0, None, "note\n")
+
+
 def test_a_program_that_does_not_exist_fails_its_task(cli: Any) -> None:
     text = (cli.folder / "shell.yaml").read_text()
     cli.write("absent.yaml", text.replace("command: sh", "command: absent-program").replace("[sh]", "[absent-program]"))
