@@ -18,6 +18,8 @@ from typing import Any
 
 import pytest
 from agentctl.store.clock import SystemClock
+from support.children import wait_until
+from support.field import Field
 
 CLOCK = SystemClock()
 
@@ -335,6 +337,18 @@ def test_watch_ends_when_nobody_reads(cli: Any, pool: Any) -> None:
     assert cli.json("status", run_id).data["state"] == "running"
     cli("cancel", run_id)
     assert cli("wait", run_id).code == 130
+
+
+def test_a_pool_that_drains_takes_nothing_new_so_a_run_here_has_its_own(field: Field) -> None:
+    pool = field.pool(1, "--drain-seconds", "60")
+    long = field.submit(field.workflow("long", [field.tick_task("long", 60, idempotent=True)]))
+    field.busy(long)
+    pool.signal(signal.SIGTERM)
+    wait_until(lambda: field.workers("draining"), "its worker drains")
+    short = field.json("run", field.workflow("short", [field.tick_task("short", idempotent=True)]))
+    assert (short.code, field.workers("draining") != []) == (0, True)
+    assert field.json("cancel", long).code == 0
+    pool.wait()
 
 
 def test_drain_and_stop(cli: Any, pool: Any) -> None:
