@@ -758,8 +758,7 @@ def _serving(tx: Connection, run_id: str) -> tuple[int, int]:
     """(living workers that may serve the run, those of them that are idle)."""
     serving = idle = 0
     for row in processes.live(tx, "worker"):
-        drains = row.state == "draining" or row.drain_requested_at is not None
-        if drains or row.only_run not in (None, run_id) or _liveness(row) is Liveness.DEAD:
+        if row.drains or row.only_run not in (None, run_id) or _liveness(row) is Liveness.DEAD:
             continue
         serving += 1
         idle += row.state == "idle"

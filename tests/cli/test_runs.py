@@ -345,6 +345,8 @@ def test_a_pool_that_drains_takes_nothing_new_so_a_run_here_has_its_own(field: F
     field.busy(long)
     pool.signal(signal.SIGTERM)
     wait_until(lambda: field.workers("draining"), "its worker drains")
+    ready = {check["id"]: check["status"] for check in field.json("doctor", "--ready").data["checks"]}
+    assert ready["workers"] == "fail", "what is submitted now is executed by nobody"
     short = field.json("run", field.workflow("short", [field.tick_task("short", idempotent=True)]))
     assert (short.code, field.workers("draining") != []) == (0, True)
     assert field.json("cancel", long).code == 0
