@@ -53,8 +53,7 @@ EXIT_FORCED = 3
 def worker_is_live(store: Store, run_id: str | None = None) -> bool:
     """Whether a worker is there that would take work of `run_id` (of any run without it)."""
     return any(
-        row.only_run in (None, run_id) and row.drain_requested_at is None and is_alive(row)
-        for row in store.live_processes("worker")
+        row.only_run in (None, run_id) and not row.drains and is_alive(row) for row in store.live_processes("worker")
     )
 
 

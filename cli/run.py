@@ -70,10 +70,15 @@ _Prepared: TypeAlias = "tuple[LoadedDocument, Plan, dict[str, Any], Path]"
 
 
 def open_store(settings: Settings, *, create: bool = False) -> Store:
-    """The database of this invocation. Raises what `Store` raises."""
+    """The database of this invocation. Raises what `Store` raises, and first `UsageError` for an environment that makes
+    no sense: found later, it would leave a run that was just made, or a request that was just written, to nobody."""
     from agentctl.store.clock import SystemClock
     from agentctl.store.engine import Store
+    from agentctl.store.faults import Faults
+    from agentctl.store.timing import Timing
 
+    Timing.from_environment()
+    Faults.from_environment()
     return Store(settings.database, SystemClock(), create=create)
 
 

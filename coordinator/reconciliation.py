@@ -14,7 +14,7 @@ from agentctl.store.clock import IdSource
 from agentctl.store.conversations import PREFIX
 from agentctl.store.engine import Store
 from agentctl.store.errors import PolicyError, UsageError
-from agentctl.store.policy import Policy, decide_effect, policy_name_of
+from agentctl.store.policy import Policy, decide_effect, policy_name_of, tool_policy_name
 from agentctl.store.records import NewReconciliation, ProtocolNote
 
 from .plan import Plan
@@ -173,12 +173,12 @@ def _authorize(store: Store, request: dict[str, Any], conclusion: Conclusion) ->
     What allowed the effect under its policy name allows to reconcile it; `toolsDeny` may name the operation as well
     (contract 5.5 and 11.1).
     """
-    settings, _ = store.run_settings(request["runId"])
-    policy = Policy.from_json(loads(settings)["policy"])
+    settings = loads(store.run_settings(request["runId"])[0])
+    policy = Policy.from_json(settings["policy"])
     operation = request["operation"]
     decision = decide_effect(
         policy,
-        policy_name=operation if operation in policy.tools_deny else policy_name_of(operation),
+        policy_name=_policy_name(settings, policy, operation),
         effect_class=request["effectClass"],
         risk=request["risk"],
         provider=operation if request["effectClass"] == "model" else None,
@@ -202,3 +202,12 @@ def _authorize(store: Store, request: dict[str, Any], conclusion: Conclusion) ->
             "reason": conclusion.reason,
         }
     return {"kind": "policy_allow", "reason": decision.reason, "explicitApproval": conclusion.approved}
+
+
+def _policy_name(settings: dict[str, Any], policy: Policy, operation: str) -> str:
+    """The name by which the policy speaks of an operation, as when its effect was asked for."""
+    if operation in policy.tools_deny:
+        return operation
+    name = operation.removeprefix(PREFIX)
+    tool = (settings.get("models") or {}).get("tools", {}).get(name) if operation.startswith(PREFIX) else None
+    return policy_name_of(operation) if tool is None else tool_policy_name(policy, tool["capability"], name)

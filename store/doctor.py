@@ -433,7 +433,7 @@ class _Examination:
             )
         names = {row.process_id for row in live}
         left = sum(1 for claim in facts.claims if claim[2] not in names)
-        serving = [row for row in live if row.only_run is None and row.drain_requested_at is None]
+        serving = [row for row in live if row.only_run is None and not row.drains]
         held = f"; {_count(left, 'attempt')} held by workers that are gone" if left else ""
         if not serving and (self._strict or ready or left):
             status = "fail" if self._strict else "warn"

@@ -22,6 +22,7 @@ from .records import (
     StartedEffect,
     StartRefused,
 )
+from .states import RUN_FINAL
 from .versions import check_versions
 
 
@@ -74,12 +75,16 @@ def start(
             raise LeaseLost(f"effect {effect_id} waits for an approval")
     else:
         dispatches, key = 0, _key_of(tx, fence, request, number)
-    if run_state != "running" or cancelled is not None:
+    if cancelled is not None or run_state in RUN_FINAL:
         return StartRefused("cancel_requested"), run_id, events
-    if paused is not None:
+    # A worker that comes from another run may have looked at this one before it paused (see `Store.finish`, `ahead`).
+    if paused is not None or run_state == "paused":
         return StartRefused("paused"), run_id, events
     if deadline is not None and now > deadline:
         return StartRefused("deadline"), run_id, events
+    if overdrawn is None and fence.delivery > 1:
+        # Whoever held the attempt before was told so, and has died or drained before it could end the attempt.
+        overdrawn = ledger.overdrawn(tx, run_id)
     if overdrawn is not None:
         return StartRefused("budget", overdrawn), run_id, events
     if request.approval is not None:

@@ -11,6 +11,8 @@ from __future__ import annotations
 import os
 import signal
 
+from .errors import UsageError
+
 POINTS = (
     # worker
     "after_claim",
@@ -74,8 +76,11 @@ class Faults:
 
     @classmethod
     def from_environment(cls) -> Faults:
-        """The points that `AGENTCTL_FAULT` names, or none."""
-        return cls(os.environ.get("AGENTCTL_FAULT"))
+        """The points that `AGENTCTL_FAULT` names, or none. Raises `UsageError` for one that there is not."""
+        try:
+            return cls(os.environ.get("AGENTCTL_FAULT"))
+        except ValueError as error:
+            raise UsageError(f"AGENTCTL_FAULT: {error}", remedy="it is for tests; unset it") from error
 
     def waits_at(self, *points: str) -> bool:
         """Whether this process was told to act at one of these points."""

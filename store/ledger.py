@@ -148,6 +148,14 @@ def exceeded(tx: Connection, run_id: str) -> bool:
     return row is not None and bool(row[0])
 
 
+def overdrawn(tx: Connection, run_id: str) -> dict[str, object] | None:
+    """What of a run is over its limit, since something has used more than it had reserved (see `settle`), or None."""
+    for dimension, (limit, used, _) in _limits(tx, run_id).items():
+        if used > limit:
+            return {"dimension": dimension, "limit": limit, "attempted": used}
+    return None
+
+
 def _limits(tx: Connection, run_id: str) -> dict[str, tuple[int, int, int]]:
     """Dimension -> (limit, used, reserved), of those with a limit."""
     return {

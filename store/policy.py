@@ -32,9 +32,9 @@ POLICY_NAMES: Final = {
     "builtin.write": "filesystem.write",
     "builtin.shell.exec": "process.exec",
     "extension.process": "extension.process",
-    "long_term_memory.read": "memory.read",
-    "long_term_memory.search": "memory.search",
-    "long_term_memory.write": "memory.write",
+    "builtin.long_term_memory.read": "memory.read",
+    "builtin.long_term_memory.search": "memory.search",
+    "builtin.long_term_memory.write": "memory.write",
     "mcp.call": "mcp.call",
     "a2a.delegate": "a2a.delegate",
     "agent.instructions.read": "filesystem.read",
@@ -43,8 +43,21 @@ POLICY_NAMES: Final = {
 
 
 def policy_name_of(operation: str) -> str:
-    """The policy name of an operation. One that is not in the table (a tool of a model) goes by its own name."""
+    """The policy name of an operation. One that is not in the table goes by its own name (see `tool_policy_name`)."""
     return POLICY_NAMES.get(operation, operation)
+
+
+def tool_policy_name(policy: Policy, capability: str, tool: str) -> str:
+    """The name of a tool that the policy speaks of: a denial counts by any of its names, an allowance as well.
+
+    Names are its capability (`filesystem.write`), its own, and that of its operation (`tool.NAME`).
+    """
+    names = (capability, tool, f"tool.{tool}")
+    for rules in (policy.tools_deny, policy.tools_allow):
+        for name in names:
+            if name in rules:
+                return name
+    return capability
 
 
 @dataclass(frozen=True, slots=True)

@@ -528,3 +528,8 @@ class ProcessRow:
     done: int
     failed: int
     rss_bytes: int
+
+    @property
+    def drains(self) -> bool:
+        """Whether it takes nothing new any more, since somebody has asked it to drain or a signal has told it to."""
+        return self.drain_requested_at is not None or self.state == "draining"

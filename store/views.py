@@ -758,8 +758,7 @@ def _serving(tx: Connection, run_id: str) -> tuple[int, int]:
     """(living workers that may serve the run, those of them that are idle)."""
     serving = idle = 0
     for row in processes.live(tx, "worker"):
-        drains = row.state == "draining" or row.drain_requested_at is not None
-        if drains or row.only_run not in (None, run_id) or _liveness(row) is Liveness.DEAD:
+        if row.drains or row.only_run not in (None, run_id) or _liveness(row) is Liveness.DEAD:
             continue
         serving += 1
         idle += row.state == "idle"
@@ -1221,8 +1220,9 @@ def _logs(tx: Connection, run: Run, task_id: str | None) -> Iterator[dict[str, A
         if row[6] != "process_execution":
             continue
         result, error = _value(row[19]), _value(row[20])
-        if row[7] == "extension.process" and row[14] == "succeeded":
-            result = _value(row[21])  # its result is whatever the extension answers, not what it has printed
+        notes = _value(row[21])
+        if row[14] == "succeeded" and isinstance(notes, dict) and "extension" in notes:
+            result = notes  # its result is whatever the extension answers, not what it has printed
         entry: dict[str, Any] = {
             "taskId": row[2],
             "attempt": row[3],

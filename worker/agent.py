@@ -50,7 +50,7 @@ from .effects import Declared, EffectContext, EffectOutcome, EffectPlan, Keeps, 
 from .effects.contracts import mismatch
 from .providers import Call, ModelRequest, ModelResponse, Provider, ProviderFault, ToolCall, Usage
 from .redaction import known as known_secrets
-from .tools import ToolStep, policy_name, tool_keeps, tool_plan, tool_specs
+from .tools import ToolStep, tool_keeps, tool_plan, tool_specs
 
 if TYPE_CHECKING:
     from .watch import Token
@@ -554,7 +554,7 @@ class _Delivery:
     def _execute(
         self, call: ToolCall, tool: dict[str, Any], plan: EffectPlan, operation: str, recorded_input: dict[str, Any]
     ) -> Any:
-        name = policy_name(self._settings.policy, plan.policy_name, call.name)
+        name = policies.tool_policy_name(self._settings.policy, plan.policy_name, call.name)
         why = self._decide(name, plan.effect_class, plan.risk, tool["approval"])
         ask = None
         if why is not None:

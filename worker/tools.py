@@ -14,7 +14,6 @@ from hashlib import sha256
 from typing import Any, Final
 
 from agentctl.store.errors import TaskFault
-from agentctl.store.policy import Policy
 from agentctl.store.records import record
 
 from .attempt import RunSettings, work_of
@@ -40,19 +39,6 @@ class ToolStep:
 def tool_specs(names: Sequence[str], tools: Mapping[str, Any]) -> tuple[ToolSpec, ...]:
     """What a model is told of its tools, in the order in which its agent names them."""
     return tuple(ToolSpec(name, tools[name]["description"], tools[name]["inputSchema"]) for name in names)
-
-
-def policy_name(policy: Policy, capability: str, tool: str) -> str:
-    """The name of a tool that the policy speaks of: a denial counts by any of its names, an allowance as well.
-
-    Names are its capability (`filesystem.write`), its own, and that of its operation (`tool.NAME`).
-    """
-    names = (capability, tool, f"tool.{tool}")
-    for rules in (policy.tools_deny, policy.tools_allow):
-        for name in names:
-            if name in rules:
-                return name
-    return capability
 
 
 def tool_keeps(step: ToolStep) -> Keeps | None:

@@ -433,6 +433,17 @@ def test_tools_are_denied_and_allowed_by_any_of_their_names(talk: Talk, name: st
     assert talk.run(value).code == 4
 
 
+@pytest.mark.parametrize("name", ["process.exec", "pay", "tool.pay"])
+def test_a_call_is_reconciled_under_the_name_that_has_allowed_it(talk: Talk, name: str) -> None:
+    actions = {"sh": {"kind": "builtin.shell.exec", "command": "sh"}}
+    tools = {"pay": {**shell_tool("sh", "unknown"), "timeoutSeconds": 1}}
+    policy = {"approval": "never", "processAllowlist": ["sh"], "writableRoots": ["out"], "toolsAllow": [name]}
+    wait = {"toolCalls": [{"name": "pay", "input": {"args": ["-c", "sleep 30"]}}]}
+    answer = talk.run(document([ASK], tools=tools, actions=actions, policy=policy), [wait, DONE])
+    assert (answer.code, answer.data["reason"]) == (3, "uncertain_effect")
+    assert say(talk, uncertain(talk), "not-applied").data["status"] == "not_applied"
+
+
 def test_providers_can_be_denied(talk: Talk) -> None:
     value = document([ASK], policy={"approval": "never", "providers": ["other"], "writableRoots": ["out"]})
     for more in ((), ("--check",)):

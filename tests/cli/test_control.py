@@ -314,6 +314,19 @@ def test_what_was_allowed_by_its_policy_name_can_be_reconciled(
         assert (answer.code, answer.error["code"]) == (3, "blocked")
 
 
+def test_an_entry_of_memory_is_reconciled_under_the_name_that_has_allowed_it(field: Field) -> None:
+    put = {"put": {"kind": "builtin.long_term_memory.write"}}
+    tasks = [
+        {"id": "do", "uses": "action:put", "with": {"key": "k", "value": 1}},
+        {"id": "undo", "uses": "action:put", "needs": ["do"], "with": {"key": "k", "value": 0}},
+    ]
+    policy = {"approval": "never", "toolsAllow": ["memory.write"]}
+    assert field.json("run", field.workflow("entry", tasks, actions=put, policy=policy)).code == 0
+    effects = dict(field.rows("SELECT task_id, effect_id FROM effects"))
+    answer = said(field, effects["do"], "--status", "compensated", "--compensation-effect", effects["undo"])
+    assert answer.code == 0, answer.err
+
+
 def test_what_is_in_flight_or_confirmed_cannot_be_called_unclear(field: Field) -> None:
     file = field.workflow("slow", [field.tick_task("a", 3, idempotent=False)])
     pool = field.pool(1)

@@ -135,6 +135,25 @@ def test_an_overshoot_in_the_middle_of_a_conversation_dispatches_no_tool(site: S
     assert asked(site.folder) == {1: 1}
 
 
+@pytest.mark.parametrize("approval", ["policy", "always"])
+def test_an_overshoot_dispatches_no_tool_though_its_worker_died_with_the_news(site: Site, approval: str) -> None:
+    """The settlement is recorded, and the attempt has not been ended: whoever takes over learns of it all the same."""
+    (site.folder / "log.txt").write_text("x")
+    call = {"toolCalls": [{"name": "read", "input": {"path": "log.txt"}}], "usage": {"outputTokens": 50}}
+    write_script(site.folder, [call, {"text": "done"}])
+    value = document(
+        [{"id": "ask", "uses": "agent:helper", "with": {"prompt": "x"}}],
+        tools={"read": {**READ, "approval": approval}},
+        agent={"maxOutputTokens": 10},
+        runtime={"budgets": {"maxOutputTokens": 30}},
+    )
+    answer = site.ask("run", site.write("flow.yaml", value), fault="after_effect_start:2")
+    assert scalar(site.store, "SELECT delivery FROM attempts") == 2
+    assert (answer.code, answer.data["reason"]) == (4, "budget_exceeded")
+    assert scalar(site.store, "SELECT COUNT(*) FROM effects WHERE operation <> 'model' AND status <> 'requested'") == 0
+    assert asked(site.folder) == {1: 1}
+
+
 def test_tool_calls_are_reserved_before_the_call(site: Site) -> None:
     (site.folder / "log.txt").write_text("x")
     calls = [{"name": "read", "input": {"path": "log.txt"}} for _ in range(3)]

@@ -111,6 +111,24 @@ def test_completion(cli: Any, shell: str) -> None:
 
 
 @pytest.mark.parametrize(
+    ("name", "value"),
+    [("AGENTCTL_LEASE_SECONDS", "soon"), ("AGENTCTL_HEARTBEAT_SECONDS", "nan"), ("AGENTCTL_FAULT", "nowhere")],
+)
+def test_an_environment_that_makes_no_sense_changes_nothing(cli: Any, name: str, value: str) -> None:
+    """Told when the run is there already, it would leave it to the next coordinator: a second run of the same."""
+    for verb in ("run", "submit"):
+        refused = cli.json(verb, "hello.yaml", env={name: value})
+        assert (refused.code, refused.error["code"]) == (2, "usage")
+        assert name in refused.error["message"]
+    assert not cli.database.parent.exists()
+    run_id = cli.json("submit", "hello.yaml").data["runId"]
+    for verb in ("cancel", "pause", "resume"):
+        assert cli.json(verb, run_id, env={name: value}).code == 2
+    seen = cli.json("status", run_id).data
+    assert (seen["cancelRequestedAt"], seen["pauseRequestedAt"], seen["driver"]) == (None, None, None)
+
+
+@pytest.mark.parametrize(
     "arguments",
     [
         ["status", "run-x"],

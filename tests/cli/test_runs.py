@@ -18,6 +18,8 @@ from typing import Any
 
 import pytest
 from agentctl.store.clock import SystemClock
+from support.children import wait_until
+from support.field import Field
 
 CLOCK = SystemClock()
 
@@ -91,6 +93,36 @@ def test_a_failed_run_is_an_outcome_with_exit_4(cli: Any) -> None:
     assert [(entry["exitCode"], entry["stderr"]) for entry in log] == [(7, "no\n")]
     assert "no\n" in cli("logs", run_id, log[0]["taskId"]).out
     assert cli.json("logs", run_id, "absent").error["code"] == "not_found"
+
+
+EXTENSION = """\
+case "$1" in
+--agentctl-handshake)
+  echo '{"protocolVersion":"agentctl.dev/process-extension/v1","name":"e","inputSchema":{},"outputSchema":{},\
+"capabilities":[]}' ;;
+*)
+  echo note >&2
+  echo '{"protocolVersion":"agentctl.dev/process-extension/v1","effectId":"'"$AGENTCTL_EFFECT_ID"'",\
+"output":{"exitCode":9,"stdout":"never printed","stderr":"nor this"}}' ;;
+esac
+"""
+
+
+def test_logs_of_an_extension_are_what_it_has_printed_not_what_it_answers(cli: Any) -> None:
+    cli.write("e.sh", EXTENSION)
+    action = {"kind": "extension.process", "command": "sh", "args": ["e.sh"], "idempotency": "pure"}
+    contract = {"protocolVersion": "agentctl.dev/process-extension/v1", "inputSchema": {}, "outputSchema": {}}
+    spec = {
+        "policy": {"approval": "never", "processAllowlist": ["sh"]},
+        "actions": {"e": action | contract},
+        "tasks": [{"id": "e", "uses": "action:e"}],
+    }
+    document = {"apiVersion": "agentctl.dev/v1", "kind": "Workflow", "metadata": {"name": "e"}, "spec": spec}
+    cli.write("e.yaml", json.dumps(document))
+    result = cli.json("run", "e.yaml")
+    assert (result.code, result.data["output"]["e"]["exitCode"]) == (0, 9)
+    [log] = cli.json("logs", result.data["runId"]).data["attempts"]
+    assert (log["exitCode"], log["stdout"], log["stderr"]) == (0, None, "note\n")
 
 
 def test_a_program_that_does_not_exist_fails_its_task(cli: Any) -> None:
@@ -305,6 +337,20 @@ def test_watch_ends_when_nobody_reads(cli: Any, pool: Any) -> None:
     assert cli.json("status", run_id).data["state"] == "running"
     cli("cancel", run_id)
     assert cli("wait", run_id).code == 130
+
+
+def test_a_pool_that_drains_takes_nothing_new_so_a_run_here_has_its_own(field: Field) -> None:
+    pool = field.pool(1, "--drain-seconds", "60")
+    long = field.submit(field.workflow("long", [field.tick_task("long", 60, idempotent=True)]))
+    field.busy(long)
+    pool.signal(signal.SIGTERM)
+    wait_until(lambda: field.workers("draining"), "its worker drains")
+    ready = {check["id"]: check["status"] for check in field.json("doctor", "--ready").data["checks"]}
+    assert ready["workers"] == "fail", "what is submitted now is executed by nobody"
+    short = field.json("run", field.workflow("short", [field.tick_task("short", idempotent=True)]))
+    assert (short.code, field.workers("draining") != []) == (0, True)
+    assert field.json("cancel", long).code == 0
+    pool.wait()
 
 
 def test_drain_and_stop(cli: Any, pool: Any) -> None:

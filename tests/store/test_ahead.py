@@ -113,6 +113,18 @@ def test_after_a_cancel_nothing_is_started(store: Store) -> None:
     assert rows(store, "SELECT * FROM effects") == []
 
 
+def test_what_was_paused_meanwhile_is_given_back_and_not_cancelled(store: Store) -> None:
+    """The run has paused between the look and the claim of a worker that comes from another one."""
+    driver = started_run(store, tasks=1)
+    ahead = prepared(store)
+    store.request_pause("run-1", reason="test", actor="tester")
+    driver.end("paused", "paused_by_operator")
+    following = store.claim("worker-1", only_run=None, lease_ms=LEASE_MS, awake=False, ahead=ahead)
+    assert following is not None
+    assert following.answer == StartRefused("paused")
+    assert rows(store, "SELECT * FROM effects") == []
+
+
 def test_a_lost_delivery_claims_and_starts_nothing(store: Store) -> None:
     started_run(store, tasks=4)
     first = Hand(store).take()
