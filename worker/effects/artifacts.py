@@ -25,7 +25,7 @@ from agentctl.store.policy import is_inside, writable
 from agentctl.store.records import SourceFile
 
 from . import Declared
-from .paths import io_fault
+from .paths import io_fault, refuse_database
 
 MAX_ARTIFACTS: Final = 10_000
 """Most artifacts of one task."""
@@ -183,5 +183,6 @@ def _changed(item: Found, how: str) -> TaskFault:
         "artifact_changed",
         f"{item.path!r} has changed since the command ended ({how}), so what it left cannot be kept any more; "
         "run the task again in a new run, and let nothing else write there meanwhile",
+    refuse_database(item.path, item.place)
         details={"path": item.path},
     )
