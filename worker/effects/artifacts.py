@@ -30,6 +30,7 @@ from .paths import io_fault, refuse_database
 MAX_ARTIFACTS: Final = 10_000
 """Most artifacts of one task."""
 
+_DEEP: Final = "**"
 _FLAGS: Final = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_NOCTTY
 
 
@@ -89,11 +90,45 @@ def refuse_out_of_reach(declared: Declared) -> None:
 
 
 def _matches(pattern: str, workspace: str) -> Iterator[str]:
-    whole = os.path.join(workspace, pattern)
-    if has_magic(pattern):
-        yield from iglob(whole, recursive=True)
-    else:
-        yield whole
+    if not has_magic(pattern):
+        yield os.path.join(workspace, pattern)
+        return
+    parts = [part for part in pattern.split("/") if part not in ("", ".")]
+    if pattern.endswith("/"):
+        parts.append("")  # folders alone
+    yield from _below("/" if pattern.startswith("/") else workspace, parts)
+
+
+def _below(folder: str, parts: list[str]) -> Iterator[str]:
+    """What the parts of a pattern match below a folder, whose own name means itself."""
+    if _DEEP not in parts:
+        found = iglob("/".join(parts), root_dir=folder)
+        yield from (os.path.join(folder, name) for name in found)
+        return
+    before, after = parts[: parts.index(_DEEP)], parts[parts.index(_DEEP) + 1 :]
+    tops = [folder] if not before else (os.path.join(folder, name) for name in iglob("/".join(before), root_dir=folder))
+    for top in tops:
+        for place in _folders(top):
+            yield from _below(place, after or ["*"])
+
+
+def _folders(top: str) -> Iterator[str]:
+    """A folder and those below it, without hidden ones. Links are followed, and each folder comes once: two links that
+    lead upwards would make more paths than anybody can walk."""
+    seen: set[tuple[int, int]] = set()
+    pending = [top]
+    while pending:
+        place = pending.pop()
+        try:
+            status = os.stat(place)
+            if (status.st_dev, status.st_ino) in seen:
+                continue
+            seen.add((status.st_dev, status.st_ino))
+            with os.scandir(place) as entries:
+                pending += [entry.path for entry in entries if not entry.name.startswith(".") and entry.is_dir()]
+        except OSError:
+            continue  # gone, no folder, or closed to us: nothing below it can be matched
+        yield place
 
 
 def _examine(place: str, declared: Declared, *, required: bool) -> Found | None:
