@@ -112,7 +112,16 @@ def test_what_is_no_file(base: Path) -> None:
         assert refused(base, pattern).code == "artifact_refused"
 
 
-@pytest.mark.parametrize("name", [b"\xff.txt", b"a\nb.txt", b"a\x1bb.txt"])
+@pytest.mark.parametrize(
+    "name", ["a\u202fPM.txt", "\u0646\u200c\u0645.txt", "\U0001f469\u200d\U0001f467.txt", "a\u00a0b.txt"]
+)
+def test_names_that_people_have(base: Path, name: str) -> None:
+    """Narrow and other spaces, joiners and such are no control characters, though they cannot be printed one by one."""
+    (base / "w" / "out" / name).write_text("x")
+    assert f"out/{name}" in paths(base, "out/*.txt")
+
+
+@pytest.mark.parametrize("name", [b"\xff.txt", b"a\nb.txt", b"a\x1bb.txt", b"a\x7fb.txt", "a\x85b.txt".encode()])
 def test_names_that_no_record_can_carry(base: Path, name: bytes) -> None:
     (Path(os.fsdecode(os.fsencode(base / "w" / "out") + b"/" + name))).write_text("x")
     fault = refused(base, "out/*.txt")

@@ -170,7 +170,7 @@ def logical_path(resolved: str, workspace: str) -> str:
         path.encode("utf-8")
     except UnicodeEncodeError as error:
         raise TaskFault("artifact_refused", f"the file name {path!a} is not UTF-8, which cannot be recorded") from error
-    if not path.isprintable():
+    if any(letter < " " or "\x7f" <= letter < "\xa0" for letter in path):
         raise TaskFault("artifact_refused", f"the file name {path!a} has control characters")
     return path
 
@@ -183,6 +183,7 @@ def as_recorded(source: SourceFile, declared: Declared) -> Found:
 
 def open_found(item: Found, declared: Declared) -> int:
     """Open a file that was found, and make sure that it is that file, unmoved and unchanged. Raises `TaskFault`."""
+    refuse_database(item.path, item.place)
     try:
         descriptor = os.open(item.place, _FLAGS)
     except OSError as error:
@@ -218,6 +219,5 @@ def _changed(item: Found, how: str) -> TaskFault:
         "artifact_changed",
         f"{item.path!r} has changed since the command ended ({how}), so what it left cannot be kept any more; "
         "run the task again in a new run, and let nothing else write there meanwhile",
-    refuse_database(item.path, item.place)
         details={"path": item.path},
     )
