@@ -238,25 +238,38 @@ def _connect_one(address: str, port: int, guard: Guard, seconds: float) -> socke
 def tls_context(custom_ca: bytes | None = None) -> ssl.SSLContext:
     """Verify servers by the system's certificate authorities, and by those of `policy.network.customCa` (PEM) as well.
 
-    Where the system keeps none, those of the `certifi` package are used, if it is there. Raises ValueError when
+    Where the system keeps none, those of the `certifi` package are used, if it is there. The environment has no say
+    (OpenSSL would let `SSL_CERT_FILE` and `SSL_CERT_DIR` take the place of the system's). Raises ValueError when
     `custom_ca` holds no certificate.
     """
-    context = ssl.create_default_context()
     paths = ssl.get_default_verify_paths()
-    kept = paths.cafile is not None or (paths.capath is not None and any(os.scandir(paths.capath)))
-    if not kept:
+    file = paths.openssl_cafile if os.path.isfile(paths.openssl_cafile) else None
+    folder = paths.openssl_capath if _has_entries(paths.openssl_capath) else None
+    if file is None and folder is None:
         try:
             import certifi
         except ImportError:
             pass
         else:
-            context.load_verify_locations(cafile=certifi.where())
+            file = certifi.where()
+    if file is None and folder is None:
+        context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)  # trusts nobody yet
+    else:
+        context = ssl.create_default_context(cafile=file, capath=folder)
     if custom_ca is not None:
         try:
             context.load_verify_locations(cadata=custom_ca.decode("ascii"))
-        except (ssl.SSLError, UnicodeDecodeError) as error:
+        except (ssl.SSLError, ValueError) as error:
             raise ValueError("policy.network.customCa holds no certificate in PEM form") from error
     return context
+
+
+def _has_entries(folder: str) -> bool:
+    try:
+        with os.scandir(folder) as entries:
+            return any(True for _ in entries)
+    except OSError:
+        return False
 
 
 def proxy_of(target: Target, environment: Mapping[str, str]) -> str | None:

@@ -262,15 +262,27 @@ def test_a_server_that_cannot_prove_its_name_gets_nothing(
 
 
 def test_a_server_without_tls_gets_nothing(server: ModelServer) -> None:
+@BOTH
+def test_the_environment_does_not_say_whom_to_trust(
+    send: Any, secure: ModelServer, certificate: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SSL_CERT_FILE", str(certificate.with_name("cert.pem")))
+    monkeypatch.setenv("SSL_CERT_DIR", str(certificate.parent))
+    with pytest.raises(transport.NeverSent):
+        send(f"https://model.test:{secure.port}/", policy("model.test"), resolver=Names(["127.0.0.1"]))
+    assert secure.count == 0
+
+
     with pytest.raises(transport.NeverSent) as caught:
         post(f"https://127.0.0.1:{server.port}/", policy("127.0.0.1"))
     assert caught.value.code == "tls"
     assert server.count == 0
 
 
-def test_a_custom_authority_has_to_be_one() -> None:
+@pytest.mark.parametrize("data", [b"no certificate", b"", b"\xff"])
+def test_a_custom_authority_has_to_be_one(data: bytes) -> None:
     with pytest.raises(ValueError, match="PEM"):
-        tls_context(b"no certificate")
+        tls_context(data)
 
 
 # -- proxies -----------------------------------------------------------------------------------------------------------
