@@ -64,6 +64,12 @@ class TlsFailed(NetworkFault):
     code = "tls"
 
 
+class ProxyUnusable(NetworkFault):
+    """The environment names a proxy that nothing can be sent through. Trying again changes nothing."""
+
+    code = "proxy"
+
+
 class Interrupted(NetworkFault):
     """The cancel token of the call was raised before anything was sent."""
 
@@ -282,6 +288,23 @@ def proxy_of(target: Target, environment: Mapping[str, str]) -> str | None:
     if not text or _excepted(target.host, values.get("no_proxy", "")):
         return None
     return text if "://" in text else f"http://{text}"
+
+
+def require_proxy(text: str) -> None:
+    """Raise `ProxyUnusable` for a URL from `proxy_of` that is none of a proxy which can be used. The message does not
+    repeat the URL: it may hold a password."""
+    try:
+        parts = urlsplit(text)
+        host = parts.hostname
+        _ = parts.port
+    except ValueError as error:
+        raise ProxyUnusable("the proxy of the environment cannot be used: its address is no URL") from error
+    if parts.scheme not in DEFAULT_PORTS:
+        raise ProxyUnusable(
+            f"the proxy of the environment cannot be used: it is one of {parts.scheme}, only http and https are known"
+        )
+    if not host:
+        raise ProxyUnusable("the proxy of the environment cannot be used: its address names no host")
 
 
 def _excepted(host: str, exceptions: str) -> bool:

@@ -95,6 +95,21 @@ def test_a_missing_extra_is_named_before_anything_exists(cli: Cli, kind: str, ex
     assert not cli.database.exists()
 
 
+def test_a_proxy_that_cannot_be_used_is_told_before_anything_exists(cli: Cli) -> None:
+    policy = {"networkAllowlist": ["far.test"], "network": {"allowProxy": True}}
+    more = {
+        "mcpServers": {"s": {"url": "http://far.test"}},
+        "actions": {"call": {"kind": "mcp.call", "with": {"server": "s", "tool": "t"}}},
+        "tasks": [{"id": "t", "uses": "action:call"}],
+    }
+    file = cli.write("w.yaml", document({"kind": "fake"}, policy, **more))
+    result = cli.json("run", file, env={"ALL_PROXY": "socks5://u:pw-1@h:9", "NO_PROXY": ""})
+    assert (result.code, result.error["code"]) == (6, "environment")
+    assert "socks5" in result.error["message"]
+    assert "pw-1" not in result.err
+    assert not cli.database.exists()
+
+
 def test_a_provider_that_no_task_reaches_needs_nothing(cli: Cli) -> None:
     tasks = [{"id": "t", "uses": "action:say", "with": {"x": 1}}]
     assert cli("run", cli.write("w.yaml", document({"kind": "openai"}, tasks=tasks))).code == 0
