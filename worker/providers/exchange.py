@@ -107,6 +107,12 @@ def credential_of(kind: str, definition: Mapping[str, Any]) -> Mapping[str, Any]
     return None if name is None else {"env": name}
 
 
+def secrets_may_change(definition: Mapping[str, Any], policy: Policy) -> bool:
+    """Whether a secret of a provider comes from a file or a command: by the next request it may be another one."""
+    given = [definition.get("credential"), *(definition.get("headers") or {}).values(), policy.network.custom_ca]
+    return any(reference is not None and reference.get("env") is None for reference in given)
+
+
 def is_default(kind: str, reference: Mapping[str, Any]) -> bool:
     """Whether a reference is the variable of its kind. It needs no entry in `policy.environmentAllowlist`, which is
     about what a document may pick from the environment: this name is fixed here, and its value goes to this service."""
