@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 from agentctl.store.errors import EnvironmentFault, UsageError
+from agentctl.store.filesystem import belongs_to_open_database
 
 from .main import Settings, Verb, pass_settings
 from .render import Printer, clean, print_error, warn_findings
@@ -183,6 +184,8 @@ def read_file(file: str, option: str) -> bytes:
         if file == "-":
             data = sys.stdin.buffer.read(MAX_INPUTS_FILE + 1)
         else:
+            if belongs_to_open_database(os.stat(file)):
+                raise UsageError(f"{what}: it belongs to the database", remedy="check the name of the file")
             # O_NONBLOCK: opening a FIFO that nobody writes would wait for ever.
             descriptor = os.open(file, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC | os.O_NOCTTY)
             with open(descriptor, "rb") as stream:

@@ -55,7 +55,7 @@ def preflight(
         require_script(name, workflow["spec"]["providers"][name], policy, workspace)
     guard = Guard(SystemClock().monotonic)
     for _, service in _services(workflow["spec"], needs):
-        require(service, policy, workspace, guard, proxied=is_proxied(service.url, plan.policy))
+        require(service, policy, workspace, guard, proxy=proxy_for(service.url, plan.policy))
 
 
 def denials(workflow: Mapping[str, Any], plan: Plan, base: Path) -> Iterator[tuple[Place, AgentctlError]]:
@@ -169,13 +169,13 @@ def _require_no_network(
         )
 
 
-def is_proxied(url: str, policy: Mapping[str, Any]) -> bool:
-    """Whether connections to a URL go through a proxy of the environment, which then looks the name up."""
+def proxy_for(url: str, policy: Mapping[str, Any]) -> str | None:
+    """The proxy of the environment that connections to a URL go through, which then looks the name up, or None."""
     from agentctl.worker.network import proxy_of, target_of
 
     if not (policy.get("network") or {}).get("allowProxy"):
-        return False
-    return proxy_of(target_of(url), os.environ) is not None
+        return None
+    return proxy_of(target_of(url), os.environ)
 
 
 def _with_secrets(actions: Mapping[str, Any]) -> bool:

@@ -31,6 +31,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from agentctl.store.canonical import MAX_DEPTH, Json
+from agentctl.store.filesystem import belongs_to_open_database
 
 from .diagnostics import Diagnostic, DocumentError, dotted
 
@@ -179,6 +180,8 @@ _TOO_LARGE = "large values belong into `--inputs-file`, or into files that tasks
 def read_bytes(path: Path, file: str) -> bytes:
     """The bytes of a regular file within the size limit; `file` is its name in messages. Raises `DocumentError`."""
     try:
+        if belongs_to_open_database(os.stat(path)):
+            _refuse(file, "missing_reference", "it belongs to the database", help=_NOT_A_FILE)
         # O_NONBLOCK: opening a FIFO that nobody writes would wait for ever.
         descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC | os.O_NOCTTY)
     except FileNotFoundError:

@@ -10,7 +10,7 @@ from __future__ import annotations
 from typing import Any
 
 from . import audit, holds, runs
-from .canonical import canonical, text_digest
+from .canonical import canonical, loads, text_digest
 from .database import Connection, all_rows
 from .errors import ConflictError, IncompatibleVersion, NotFoundError
 from .records import APPROVAL_FORMAT_VERSION, AttemptHeld, EffectRequest, Event, Fence
@@ -82,7 +82,7 @@ def ask(
             request.risk,
             action_digest(request),
             asked.redacted_json,
-            request.expected_json,
+            canonical(redacted(loads(request.expected_json))),
             asked.reason,
             trace_id,
             now,

@@ -35,6 +35,7 @@ from .errors import (
     UsageError,
 )
 from .faults import Faults
+from .filesystem import belongs_to_open_database
 from .records import (
     AttemptHeld,
     Claim,
@@ -421,6 +422,8 @@ def _check_target(destination: Path, overwrite: bool) -> None:
     if destination.exists():
         if not destination.is_file():
             raise UsageError(f"{destination} is no regular file", remedy="give the name of a file")
+        if belongs_to_open_database(destination.stat()):
+            raise UsageError(f"{destination} belongs to the database", remedy="give the name of another file")
         if not overwrite:
             raise _exists(destination)
 

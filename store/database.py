@@ -49,7 +49,6 @@ TELL_SECONDS = 2.0
 """After so long a wait behind a program that knows no gate, a log line tells of it."""
 
 _opening = threading.Lock()
-_open_here: dict[str, int] = {}
 
 
 class SyncFailed(EnvironmentFault):
@@ -128,7 +127,7 @@ class Database:
     def _connect(self, cache_kib: int, vfs: str | None, end_stuck: Callable[[int], str | None] | None) -> None:
         key = os.path.realpath(self.path)
         try:
-            if not _open_here.get(key):
+            if not filesystem.is_open_here(key):
                 self._look_before_touching()
             fds_before = self._wal_descriptors()
             # The file and its companions are born private; opening them ourselves would drop SQLite's locks.
@@ -146,7 +145,7 @@ class Database:
         except apsw.Error as error:
             raise self._translate(error) from error
         self.gate = Gate(self.path.with_name(self.path.name + ".gate"), end_stuck or (lambda pid: "not ours"))
-        _open_here[key] = _open_here.get(key, 0) + 1
+        filesystem.note_opened(key)
         self._key = key
         try:
             # Whoever is first to open or last to close locks the file for a moment, even against readers.
@@ -263,7 +262,7 @@ class Database:
     def close(self) -> None:
         """Close the connection; open transactions are rolled back."""
         if self._key is not None:
-            _open_here[self._key] -= 1
+            filesystem.note_closed(self._key)
             self._key = None
             self.connection.close()
             self.gate.close()

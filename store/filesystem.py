@@ -1,4 +1,4 @@
-"""Where a database may live: a local filesystem, in a folder that is ours and private.
+"""Where a database may live: a local filesystem, in a folder that is ours and private; and which ones are open here.
 
 A WAL database needs shared memory and locks between processes, which network filesystems do not give reliably
 (architecture 6, field report 13). The check reads the mount table only: nothing is created or opened before it passes.
@@ -27,6 +27,8 @@ NETWORK = frozenset(
     }
 )
 OVERRIDE = "AGENTCTL_FILESYSTEM_TYPE"
+COMPANIONS = ("", "-wal", "-shm", "-journal")
+"""What the names of the files that SQLite opens add to that of the database."""
 FEW_PAGES = 1 << 16
 _READ_ONLY = "mount it writable, or choose another place with --db PATH or AGENTCTL_DB"
 
@@ -158,3 +160,40 @@ def sync_folder(folder: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+# -- databases that are open in this process ---------------------------------------------------------------------------
+
+_open_here: dict[str, int] = {}
+
+
+def note_opened(path: str) -> None:
+    """A connection to the database at this real path was opened in this process."""
+    _open_here[path] = _open_here.get(path, 0) + 1
+
+
+def note_closed(path: str) -> None:
+    """The same connection is about to be closed."""
+    _open_here[path] -= 1
+
+
+def is_open_here(path: str) -> bool:
+    """Whether this process has a connection to the database at this real path."""
+    return _open_here.get(path, 0) > 0
+
+
+def belongs_to_open_database(status: os.stat_result) -> bool:
+    """Whether a file, under whatever name it was found, is one that SQLite has open in this process.
+
+    Nobody else may open it here: whoever closes it again drops all locks that this process has on it, and others then
+    take the database for one that nobody uses.
+    """
+    for path, count in list(_open_here.items()):
+        for companion in COMPANIONS if count > 0 else ():
+            try:
+                found = os.stat(path + companion)
+            except OSError:
+                continue
+            if (found.st_dev, found.st_ino) == (status.st_dev, status.st_ino):
+                return True
+    return False

@@ -79,7 +79,8 @@ class Agents:
         return _Delivery(self, claim, draining).run()
 
     def provider(self, run_id: str, name: str, settings: RunSettings) -> Provider:
-        """The provider of a run. Raises `ProviderFault` with `sent="no"`, and `TaskFault`."""
+        """The provider of a run, with its secrets as they are now. Raises `ProviderFault` with `sent="no"`, and
+        `TaskFault`."""
         known = self._providers.get((run_id, name))
         if known is None:
             from .providers.registry import provider_for
@@ -92,6 +93,11 @@ class Agents:
                 return resolve_secret(reference, settings.policy, settings.workspace).value.decode("utf-8", "replace")
 
             known = provider_for(definition["kind"], definition, settings.policy, settings.workspace, resolve)
+            if definition["kind"] != "fake":
+                from .providers.exchange import secrets_may_change
+
+                if secrets_may_change(definition, settings.policy):
+                    return known
             self._providers[run_id, name] = known
             if len(self._providers) > KNOWN_PROVIDERS:
                 self._providers.popitem(last=False)

@@ -36,6 +36,7 @@ from .network import (
     Interrupted,
     NetworkFault,
     NotConnected,
+    ProxyUnusable,
     Resolver,
     Target,
     TlsFailed,
@@ -44,6 +45,7 @@ from .network import (
     lookup,
     proxy_of,
     require_allowed,
+    require_proxy,
     system_resolver,
 )
 
@@ -55,7 +57,7 @@ _WRITTEN: Final = ".send_request_headers.complete"
 
 class NeverSent(httpx.ConnectError):
     """Nothing of the request has left this machine. `code` is `denied`, `resolve`, `connect`, `tls`, `cancelled`,
-    `timeout`, or `request` for one that HTTP cannot carry; `message` is for people."""
+    `timeout`, `proxy`, or `request` for one that HTTP cannot carry; `message` is for people."""
 
     def __init__(self, code: str, message: str, request: httpx.Request | None = None) -> None:
         super().__init__(message, request=request)
@@ -403,12 +405,16 @@ class _Settings:
         require_allowed(self.policy, target)
 
     def proxy(self, target: Target) -> httpcore.Proxy | None:
-        """The proxy that the environment names for a target, if the policy allows proxies."""
+        """The proxy that the environment names for a target, if the policy allows proxies. Raises `ProxyUnusable`."""
         text = proxy_of(target, self.environment) if self.policy.network.allow_proxy else None
         if text is None:
             return None
-        url = httpx.URL(text)
-        auth = (url.username, url.password) if url.username else None
+        require_proxy(text)
+        try:
+            url = httpx.URL(text)
+        except httpx.InvalidURL as error:
+            raise ProxyUnusable("the proxy of the environment cannot be used: its address is no URL") from error
+        auth = (url.username.encode(), url.password.encode()) if url.username else None
         return httpcore.Proxy(str(url.copy_with(username=None, password=None)), auth=auth)
 
     def route(self, target: Target, proxy: httpcore.Proxy | None) -> _Route:

@@ -64,6 +64,12 @@ class TlsFailed(NetworkFault):
     code = "tls"
 
 
+class ProxyUnusable(NetworkFault):
+    """The environment names a proxy that nothing can be sent through. Trying again changes nothing."""
+
+    code = "proxy"
+
+
 class Interrupted(NetworkFault):
     """The cancel token of the call was raised before anything was sent."""
 
@@ -238,25 +244,38 @@ def _connect_one(address: str, port: int, guard: Guard, seconds: float) -> socke
 def tls_context(custom_ca: bytes | None = None) -> ssl.SSLContext:
     """Verify servers by the system's certificate authorities, and by those of `policy.network.customCa` (PEM) as well.
 
-    Where the system keeps none, those of the `certifi` package are used, if it is there. Raises ValueError when
+    Where the system keeps none, those of the `certifi` package are used, if it is there. The environment has no say
+    (OpenSSL would let `SSL_CERT_FILE` and `SSL_CERT_DIR` take the place of the system's). Raises ValueError when
     `custom_ca` holds no certificate.
     """
-    context = ssl.create_default_context()
     paths = ssl.get_default_verify_paths()
-    kept = paths.cafile is not None or (paths.capath is not None and any(os.scandir(paths.capath)))
-    if not kept:
+    file = paths.openssl_cafile if os.path.isfile(paths.openssl_cafile) else None
+    folder = paths.openssl_capath if _has_entries(paths.openssl_capath) else None
+    if file is None and folder is None:
         try:
             import certifi
         except ImportError:
             pass
         else:
-            context.load_verify_locations(cafile=certifi.where())
+            file = certifi.where()
+    if file is None and folder is None:
+        context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)  # trusts nobody yet
+    else:
+        context = ssl.create_default_context(cafile=file, capath=folder)
     if custom_ca is not None:
         try:
             context.load_verify_locations(cadata=custom_ca.decode("ascii"))
-        except (ssl.SSLError, UnicodeDecodeError) as error:
+        except (ssl.SSLError, ValueError) as error:
             raise ValueError("policy.network.customCa holds no certificate in PEM form") from error
     return context
+
+
+def _has_entries(folder: str) -> bool:
+    try:
+        with os.scandir(folder) as entries:
+            return any(True for _ in entries)
+    except OSError:
+        return False
 
 
 def proxy_of(target: Target, environment: Mapping[str, str]) -> str | None:
@@ -269,6 +288,23 @@ def proxy_of(target: Target, environment: Mapping[str, str]) -> str | None:
     if not text or _excepted(target.host, values.get("no_proxy", "")):
         return None
     return text if "://" in text else f"http://{text}"
+
+
+def require_proxy(text: str) -> None:
+    """Raise `ProxyUnusable` for a URL from `proxy_of` that is none of a proxy which can be used. The message does not
+    repeat the URL: it may hold a password."""
+    try:
+        parts = urlsplit(text)
+        host = parts.hostname
+        _ = parts.port
+    except ValueError as error:
+        raise ProxyUnusable("the proxy of the environment cannot be used: its address is no URL") from error
+    if parts.scheme not in DEFAULT_PORTS:
+        raise ProxyUnusable(
+            f"the proxy of the environment cannot be used: it is one of {parts.scheme}, only http and https are known"
+        )
+    if not host:
+        raise ProxyUnusable("the proxy of the environment cannot be used: its address names no host")
 
 
 def _excepted(host: str, exceptions: str) -> bool:

@@ -18,10 +18,12 @@ from .network import (
     ConnectionDenied,
     Guard,
     NetworkFault,
+    ProxyUnusable,
     Resolver,
     Target,
     checked_addresses,
     require_allowed,
+    require_proxy,
     system_resolver,
     target_of,
 )
@@ -100,12 +102,12 @@ def require(
     guard: Guard,
     *,
     resolver: Resolver = system_resolver,
-    proxied: bool = False,
+    proxy: str | None = None,
 ) -> None:
     """Raise what would keep a run from talking to a service.
 
     `PolicyError` (exit 3): its address or a secret is denied. `PrerequisiteError` (exit 6): no library, no secret, no
-    address for its name. `UsageError`: its URL is none. With `proxied` the proxy of the environment looks names up.
+    address for its name. `UsageError`: its URL is none. With `proxy`, the one of the environment, that looks names up.
     """
     _require_library(service)
     try:
@@ -116,10 +118,17 @@ def require(
         require_allowed(policy, target)
         for problem in secret_problems(service, policy, workspace):
             raise problem
-        if not proxied:
+        if proxy is None:
             checked_addresses(policy, target, guard=guard, resolver=resolver)
+        else:
+            require_proxy(proxy)
     except ConnectionDenied as error:
         raise PolicyError(f"{service.what} will be denied: {error.message}", remedy=_allow(target)) from error
+    except ProxyUnusable as error:
+        raise PrerequisiteError(
+            f"{service.what} cannot be reached: {error.message}",
+            remedy="name another one (HTTP_PROXY, HTTPS_PROXY, ALL_PROXY), or none (NO_PROXY); nothing was started",
+        ) from error
     except NetworkFault as error:
         raise PrerequisiteError(
             f"{service.what} cannot be reached: {error.message}",

@@ -150,6 +150,9 @@ def test_export_and_its_refusals(cli: Any, kept: str) -> None:
     assert cli.json("artifacts", "export", "0" * 64, "x").error["code"] == "not_found"
     assert cli.json("artifacts", "export", "what", "x").error["code"] == "usage"
     assert cli.json("artifacts", "export", ONE, "no/such/folder").error["code"] == "usage"
+    database = cli.json("artifacts", "export", ONE, str(cli.database), "--overwrite")
+    assert (database.code, database.error["code"]) == (2, "usage")
+    assert cli.json("artifacts", "verify").code == 0
 
 
 def test_gc_reports_and_does_only_what_it_is_told(cli: Any, kept: str) -> None:

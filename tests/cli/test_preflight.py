@@ -95,6 +95,21 @@ def test_a_missing_extra_is_named_before_anything_exists(cli: Cli, kind: str, ex
     assert not cli.database.exists()
 
 
+def test_a_proxy_that_cannot_be_used_is_told_before_anything_exists(cli: Cli) -> None:
+    policy = {"networkAllowlist": ["far.test"], "network": {"allowProxy": True}}
+    more = {
+        "mcpServers": {"s": {"url": "http://far.test"}},
+        "actions": {"call": {"kind": "mcp.call", "with": {"server": "s", "tool": "t"}}},
+        "tasks": [{"id": "t", "uses": "action:call"}],
+    }
+    file = cli.write("w.yaml", document({"kind": "fake"}, policy, **more))
+    result = cli.json("run", file, env={"ALL_PROXY": "socks5://u:pw-1@h:9", "NO_PROXY": ""})
+    assert (result.code, result.error["code"]) == (6, "environment")
+    assert "socks5" in result.error["message"]
+    assert "pw-1" not in result.err
+    assert not cli.database.exists()
+
+
 def test_a_provider_that_no_task_reaches_needs_nothing(cli: Cli) -> None:
     tasks = [{"id": "t", "uses": "action:say", "with": {"x": 1}}]
     assert cli("run", cli.write("w.yaml", document({"kind": "openai"}, tasks=tasks))).code == 0
@@ -310,6 +325,32 @@ def test_a_run_asks_a_real_server(cli: Cli, server: ModelServer) -> None:
     assert result.data["output"]["ask"]["text"] == "fine"
     assert server.count == 1
     assert server.seen[0].headers["authorization"] == "Bearer sk-1234567890"
+
+
+def test_a_key_that_changes_during_a_run_is_read_anew(cli: Cli, server: ModelServer) -> None:
+    """A file that is rewritten, a command that prints a token for an hour: a worker keeps neither."""
+    (cli.folder / "keys").mkdir()
+    cli.write("keys/key", "sk-first-1234\n")
+    provider = {
+        "kind": "openai_compatible",
+        "endpoint": server.url,
+        "credential": {"file": "keys/key"},
+        "headers": {"X-Token": {"process": {"command": "cat", "args": ["keys/key"]}}},
+    }
+    policy = {**LOCAL, "secretFileRoots": ["keys"], "secretProcessAllowlist": ["cat"], "processAllowlist": ["sh"]}
+    turn = {"command": "sh", "args": ["-c", "echo sk-second-5678 > keys/key"]}
+    more = {
+        "actions": {"turn": {"kind": "builtin.shell.exec", **turn}},
+        "tasks": [
+            {"id": "one", "uses": "agent:a", "with": {"prompt": "hello"}},
+            {"id": "turn", "uses": "action:turn", "needs": ["one"]},
+            {"id": "two", "uses": "agent:a", "needs": ["turn"], "with": {"prompt": "hello"}},
+        ],
+    }
+    result = cli.json("run", cli.write("w.yaml", document(provider, policy, **more)), "--workers", "1")
+    assert result.code == 0, result.err
+    seen = [(one.headers["authorization"], one.headers["x-token"]) for one in server.seen]
+    assert seen == [("Bearer sk-first-1234", "sk-first-1234"), ("Bearer sk-second-5678", "sk-second-5678")]
 
 
 LEAK = "s3cret-token-value"

@@ -175,3 +175,21 @@ def test_what_looks_like_a_secret_is_not_shown() -> None:
     value = {"Token": "x", "list": [{"PASSWORD": 1, "ok": 2}], "apikey": {"deep": 1}, "tokens": 3}
     hidden = "[REDACTED]"
     assert redacted(value) == {"Token": hidden, "list": [{"PASSWORD": hidden, "ok": 2}], "apikey": hidden, "tokens": 3}
+
+
+def test_neither_in_what_would_be_done(store: Store) -> None:
+    """The expected effect of a remote call or of an extension repeats its input."""
+    store.create_run(new_run("run-1", 1))
+    driver = Driver(store, "run-1")
+    driver.enqueue([0])
+    claim = Hand(store).take()
+    expected = '{"arguments":{"n":1,"token":"t-1"},"tool":"add"}'
+    request = dataclasses.replace(effect_request(claim, ask=True), expected_json=expected)
+    assert isinstance(Hand(store).start(claim, request), AttemptHeld)
+    assert json.loads(scalar(store, "SELECT expected_json FROM approvals")) == {
+        "arguments": {"n": 1, "token": "[REDACTED]"},
+        "tool": "add",
+    }
+    store.resolve_approval(approval_id_of(request.effect_id), approve=True, actor="ann", reason="")
+    driver.let_in()
+    assert Hand(store).start(Hand(store).take(), request) == StartedEffect(1)

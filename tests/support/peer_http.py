@@ -6,9 +6,9 @@ behaviours, one for each request of it in turn; after the last one everything is
 
 `ok` · `hang` (never answers) · `cut` (begins an answer and closes the connection) · `die` (the process ends) ·
 `garbage` (200, no JSON) · `html` · `accepted` (202) · `redirect` · `huge` (more than a policy lets in) ·
-`status:N` · `error:N` (a JSON-RPC error with HTTP 200) · `result:JSON` (a JSON-RPC result) · `raw:TEXT` (that text as
-the result, JSON or not) · `late` (handles it, and answers never) · `change` (`ok`, and from then on the tool is another
-one)
+`status:N` · `error:N` (a JSON-RPC error with HTTP 200) · `result:JSON` (a JSON-RPC result) · `stray` (that of another
+request) · `raw:TEXT` (that text as the result, JSON or not) · `late` (handles it, and answers never) · `change` (`ok`,
+and from then on the tool is another one)
 """
 
 from __future__ import annotations
@@ -106,6 +106,8 @@ class Scripted:
             status, kind, body = int(rest), "text/plain", b"no"
         elif word == "error":
             body = _rpc(number, error={"code": int(rest), "message": "the test says no"})
+        elif word == "stray":
+            body = _rpc("of another request", result={"content": []})
         elif word == "result":
             body = _rpc(number, result=json.loads(rest))
         elif word == "raw":

@@ -15,7 +15,7 @@ from agentctl.store.errors import TaskFault
 from agentctl.store.policy import Policy
 from agentctl.store.records import ProtocolNote
 from agentctl.worker.effects import EffectContext, EffectOutcome, Work, prepare
-from agentctl.worker.effects.a2a import observe
+from agentctl.worker.effects.a2a import _exact, observe
 from agentctl.worker.watch import Token
 from support.children import wait_until
 from support.effects import error_of, execute, planned, state_of
@@ -115,6 +115,47 @@ def test_a_message_that_is_answered_at_once(site: Site, form: tuple[str, ...]) -
     assert outcome.result["parts"] == [{"text": "hi"}]
     assert (sends(server), server.counts()[CARD]) == (1, 1)
     assert "GetTask" not in server.counts()
+
+
+NUMBERS = {
+    "id": 9007199254740993,
+    "count": 42,
+    "one": 1.0,
+    "half": 0.5,
+    "long": 2**70,
+    "list": [7, {"deep": -3}],
+    "t": True,
+}
+PARTS = [{"text": "x"}, {"data": NUMBERS}]
+
+
+def test_numbers_are_those_that_the_agent_has_said(site: Site) -> None:
+    """Not what one kind of float makes of them: long ids stay, and 42 equals 42."""
+    message = {"messageId": "r", "role": "ROLE_AGENT", "parts": PARTS}
+    server = site.server(SendMessage=[f"result:{json.dumps({'message': message})}"])
+    outcome = site.call(site.work(server))
+    assert outcome.status == "succeeded", outcome.error
+    assert canonical(outcome.result["parts"]) == canonical(PARTS)
+
+
+def test_also_in_the_artifacts_of_a_task(site: Site) -> None:
+    task = {"id": "t-1", "contextId": "c", "status": {"state": "TASK_STATE_WORKING"}}
+    done = {**task, "status": {"state": "TASK_STATE_COMPLETED"}, "artifacts": [{"artifactId": "a", "parts": PARTS}]}
+    plan = {"SendMessage": [f"result:{json.dumps({'task': task})}"], "GetTask": [f"result:{json.dumps(done)}"]}
+    outcome = site.call(site.work(site.server(**plan)))
+    assert outcome.status == "succeeded", outcome.error
+    assert canonical(outcome.result["artifacts"][0]["parts"]) == canonical(PARTS)
+    plan = {"SendMessage": [f"result:{json.dumps({'task': done})}"]}
+    outcome = site.call(site.work(site.server(**plan)))
+    assert canonical(outcome.result["artifacts"][0]["parts"]) == canonical(PARTS)
+
+
+@pytest.mark.parametrize(
+    ("told", "shown"), [(None, 42), ({"n": 42.0}, 42.0), ({"n": 43}, 42), ({"n": True}, 42), ([42], 42)]
+)
+def test_a_number_whose_words_are_lost_is_a_whole_one(told: Any, shown: Any) -> None:
+    assert canonical(_exact({"n": 42.0}, told)) == canonical({"n": shown})
+    assert canonical(_exact([2.0**60, 0.5, "x", None], None)) == canonical([2.0**60, 0.5, "x", None])
 
 
 @pytest.mark.parametrize("form", FORMS)

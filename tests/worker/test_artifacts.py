@@ -44,15 +44,28 @@ def test_names_and_globs(base: Path) -> None:
     assert paths(base, "out/*.txt") == ["out/a.txt", "out/b.txt"]
     assert paths(base, "out/**/*.txt") == ["out/a.txt", "out/b.txt", "out/deep/c.txt"]
     assert paths(base, "out/**") == ["out/a.txt", "out/b.txt", "out/deep/c.txt", "out/deep/er/d.log"]
+    assert paths(base, "out/**/er/*", "out/**/**/c.*") == ["out/deep/c.txt", "out/deep/er/d.log"]
+    assert paths(base, "out/**/c.txt", "out/*/**/d.log") == ["out/deep/c.txt", "out/deep/er/d.log"]
     assert paths(base, "out/[ab].txt", "out/a.*", "out/./a.txt", "out//b.txt") == ["out/a.txt", "out/b.txt"]
     assert paths(base, "out/.h*", "out/.hidden") == ["out/.hidden"]
-    assert paths(base, "out/none*") == []
+    assert paths(base, "out/none*", "out/a*/", "out/**/", "out/**/a*/") == []
     assert [item.size for item in find(declared(base, "out/a.txt"))] == [len("w/out/a.txt")]
 
 
 def test_absolute_names_and_roots_outside_of_the_workspace(base: Path) -> None:
     assert paths(base, str(base / "w" / "out" / "a.txt")) == ["out/a.txt"]
     assert paths(base, str(base / "root" / "*")) == [str(base / "root" / "r.txt")]
+
+
+@pytest.mark.parametrize("name", ["job[1]", "what?", "*"])
+def test_a_workspace_with_a_name_like_a_pattern(base: Path, name: str) -> None:
+    """What stands in its name means itself: neither nothing nor the folder beside it is matched."""
+    for folder in (name, "job1", "whatx"):
+        (base / folder / "out").mkdir(parents=True)
+        (base / folder / "out" / f"of {folder.replace('*', 'star')}").write_text("x")
+    workspace = os.path.realpath(base / name)
+    here = Declared(("out/*",), workspace, (os.path.join(workspace, "out"),))
+    assert [item.path for item in find(here)] == [f"out/of {name.replace('*', 'star')}"]
 
 
 def test_a_name_that_is_not_there_is_a_broken_promise(base: Path) -> None:
@@ -81,13 +94,34 @@ def test_links(base: Path) -> None:
     assert paths(base, "out/near/c.txt") == ["out/deep/c.txt"]
 
 
+def test_links_that_lead_upwards_are_walked_once(base: Path) -> None:
+    """Each of them doubles the number of paths at every depth."""
+    out = base / "w" / "out"
+    for number in range(4):
+        (out / "deep" / f"up-{number}").symlink_to("..")
+        (out / f"self-{number}").symlink_to(".")
+    assert paths(base, "out/**/*.txt") == ["out/a.txt", "out/b.txt", "out/deep/c.txt"]
+    assert paths(base, "out/**/deep/**/*.log") == ["out/deep/er/d.log"]
+    assert paths(base, "**/*.nothing") == []
+    assert refused(base, "out/**").code == "artifact_refused"
+
+
 def test_what_is_no_file(base: Path) -> None:
     os.mkfifo(base / "w" / "out" / "pipe")
     for pattern in ("out/pipe", "out/p*", "out/deep"):
         assert refused(base, pattern).code == "artifact_refused"
 
 
-@pytest.mark.parametrize("name", [b"\xff.txt", b"a\nb.txt", b"a\x1bb.txt"])
+@pytest.mark.parametrize(
+    "name", ["a\u202fPM.txt", "\u0646\u200c\u0645.txt", "\U0001f469\u200d\U0001f467.txt", "a\u00a0b.txt"]
+)
+def test_names_that_people_have(base: Path, name: str) -> None:
+    """Narrow and other spaces, joiners and such are no control characters, though they cannot be printed one by one."""
+    (base / "w" / "out" / name).write_text("x")
+    assert f"out/{name}" in paths(base, "out/*.txt")
+
+
+@pytest.mark.parametrize("name", [b"\xff.txt", b"a\nb.txt", b"a\x1bb.txt", b"a\x7fb.txt", "a\x85b.txt".encode()])
 def test_names_that_no_record_can_carry(base: Path, name: bytes) -> None:
     (Path(os.fsdecode(os.fsencode(base / "w" / "out") + b"/" + name))).write_text("x")
     fault = refused(base, "out/*.txt")

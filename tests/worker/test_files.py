@@ -13,7 +13,10 @@ from typing import Any
 
 import pytest
 from agentctl.store.canonical import canonical, effect_id, input_digest
+from agentctl.store.clock import SystemClock
+from agentctl.store.database import Database
 from agentctl.store.errors import TaskFault
+from agentctl.store.gate import record_locks
 from agentctl.store.policy import Policy, policy_name_of
 from agentctl.worker.effects import (
     Done,
@@ -131,6 +134,25 @@ def test_read_stays_inside(base: Path, path: str) -> None:
     (base / "w" / "dir").symlink_to(base / "outside")
     (base / "w" / "up").symlink_to("..")
     assert refused(read(base, path)).code == "policy_denied"
+
+
+@pytest.mark.parametrize("name", ["run.db", "run.db-shm", "run.db-wal", "other-name"])
+@pytest.mark.parametrize("kind", ["read", "write"])
+def test_the_files_of_the_database_are_left_to_sqlite(base: Path, kind: str, name: str) -> None:
+    """To open and close one of them drops the locks of the whole process, and others take the database for unused."""
+    database = Database(base / "w" / "run.db", SystemClock(), create=True)
+    try:
+        os.link(base / "w" / "run.db-shm", base / "w" / "other-name")
+        held = [record_locks(str(base / "w" / each)) for each in ("run.db", "run.db-shm")]
+        assert all(held)
+        roots = {"writableRoots": ["."]}
+        fault = refused(read(base, name) if kind == "read" else write(base, name, policy=roots))
+        assert fault.code == "policy_denied"
+        assert [record_locks(str(base / "w" / each)) for each in ("run.db", "run.db-shm")] == held
+    finally:
+        database.close()
+    (base / "w" / "run.db-wal").write_text("nobody's")
+    assert execute(planned(read(base, "run.db-wal"))).status == "succeeded"
 
 
 def test_read_follows_links_that_stay_inside(base: Path) -> None:

@@ -9,6 +9,7 @@ import ssl
 import subprocess
 import threading
 import time
+from base64 import b64encode
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -261,6 +262,17 @@ def test_a_server_that_cannot_prove_its_name_gets_nothing(
     assert secure.count == 0
 
 
+@BOTH
+def test_the_environment_does_not_say_whom_to_trust(
+    send: Any, secure: ModelServer, certificate: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SSL_CERT_FILE", str(certificate.with_name("cert.pem")))
+    monkeypatch.setenv("SSL_CERT_DIR", str(certificate.parent))
+    with pytest.raises(transport.NeverSent):
+        send(f"https://model.test:{secure.port}/", policy("model.test"), resolver=Names(["127.0.0.1"]))
+    assert secure.count == 0
+
+
 def test_a_server_without_tls_gets_nothing(server: ModelServer) -> None:
     with pytest.raises(transport.NeverSent) as caught:
         post(f"https://127.0.0.1:{server.port}/", policy("127.0.0.1"))
@@ -268,9 +280,10 @@ def test_a_server_without_tls_gets_nothing(server: ModelServer) -> None:
     assert server.count == 0
 
 
-def test_a_custom_authority_has_to_be_one() -> None:
+@pytest.mark.parametrize("data", [b"no certificate", b"", b"\xff"])
+def test_a_custom_authority_has_to_be_one(data: bytes) -> None:
     with pytest.raises(ValueError, match="PEM"):
-        tls_context(b"no certificate")
+        tls_context(data)
 
 
 # -- proxies -----------------------------------------------------------------------------------------------------------
@@ -305,6 +318,35 @@ def test_the_proxy_of_the_environment_is_used_only_if_allowed(server: ModelServe
 )
 def test_which_proxy(environment: dict[str, str], expected: str | None) -> None:
     assert proxy_of(target_of("https://api.example.com/x"), environment) == expected
+
+
+@BOTH
+@pytest.mark.parametrize(
+    "proxy",
+    [
+        "socks5://u:pw-1@127.0.0.1:9",
+        "socks4://h:9",
+        "ftp://h",
+        "http://",
+        "http://u:pw-1/x@h",
+        "http://[h",
+        "http://h:99999",
+    ],
+)
+def test_a_proxy_that_cannot_be_used_is_no_bug(send: Any, proxy: str) -> None:
+    environment = {"ALL_PROXY": proxy}
+    with pytest.raises(transport.NeverSent) as caught:
+        send("http://127.0.0.1:1/", policy("127.0.0.1", allowProxy=True), environment=environment)
+    assert caught.value.code == "proxy"
+    assert "pw-1" not in caught.value.message
+
+
+@BOTH
+def test_a_proxy_gets_a_password_in_any_script(send: Any, server: ModelServer) -> None:
+    environment = {"HTTP_PROXY": server.url.replace("://", "://who:p\u00e4ss@")}
+    answer = send("http://far.test/v1/messages", policy("far.test", allowProxy=True), environment=environment)
+    assert answer.status_code == 200
+    assert server.seen[0].headers["proxy-authorization"] == "Basic " + b64encode("who:p\u00e4ss".encode()).decode()
 
 
 @pytest.mark.parametrize(

@@ -15,6 +15,7 @@ from agentctl.store.canonical import canonical, loads
 from agentctl.store.clock import SystemClock
 from agentctl.store.engine import Store
 from agentctl.store.faults import Faults
+from agentctl.store.gate import record_locks
 from agentctl.store.records import Batch, NewAttempt
 from agentctl.store.timing import Timing
 from agentctl.worker.attempt import AttemptRunner, Ending
@@ -107,6 +108,20 @@ def make(tmp_path: Path) -> Iterator[Callable[..., Scene]]:
     for scene in scenes:
         assert_sound(scene.store.artifacts)
         scene.store.close()
+
+
+def test_a_file_of_the_database_is_no_artifact(make: Callable[..., Scene]) -> None:
+    """Nothing but SQLite may open it: see `belongs_to_open_database`."""
+    scene = make(limit=1 << 20)
+    place = scene.store.database.path
+    os.link(f"{place}-shm", scene.folder / "out" / "index")
+    held = record_locks(f"{place}-shm")
+    ending = scene.run()
+    assert scene.error(ending)["code"] == "policy_denied"
+    assert "'out/index'" in scene.error(ending)["message"]
+    assert record_locks(f"{place}-shm") == held != []
+    scene.finish(ending)
+    os.unlink(scene.folder / "out" / "index")
 
 
 def test_it_succeeds_with_its_artifacts(make: Callable[..., Scene]) -> None:

@@ -180,6 +180,7 @@ def test_a_definite_answer_is_a_failure_and_asked_once(
 
 OPEN = [
     ("no answer", "hang", "mcp_timeout"),
+    ("the answer to something else", "stray", "mcp_timeout"),
     ("carried out, no answer", "late", "mcp_timeout"),
     ("cut", "cut", "mcp_connection_lost"),
     ("server dies", "die", "mcp_connection_lost"),

@@ -426,6 +426,12 @@ def test_a_long_explanation_is_cut(server: ModelServer, token: Token) -> None:
     assert len(fault_of("openai", server.url, token).message) < 700
 
 
+def test_a_key_at_the_cut_is_not_told_in_part(server: ModelServer, token: Token) -> None:
+    for lead in (500, 505, 511):
+        server.plays(Play(status=401, error="x" * lead + KEY))
+        assert "sk-" not in fault_of("openai", server.url, token).message
+
+
 def test_a_failed_response_is_a_refusal(server: ModelServer, token: Token) -> None:
     server.plays(Play(finish="failed", extra={"error": {"code": "server_error", "message": "sorry"}}))
     fault = fault_of("openai", server.url, token)

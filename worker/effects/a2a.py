@@ -24,7 +24,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, Final
 from urllib.parse import urlsplit
 
-from agentctl.store.canonical import canonical, value_digest
+from agentctl.store.canonical import JsonError, canonical, parse_json, value_digest
 from agentctl.store.errors import TaskFault
 from agentctl.store.policy import Policy
 from agentctl.store.records import ProtocolNote
@@ -39,6 +39,8 @@ if TYPE_CHECKING:
 
 VERSION_HEADER: Final = "A2A-Version"
 BINDING: Final = "JSONRPC"
+EXACT: Final = 2.0**53
+"""From here on a float does not say which whole number it was."""
 
 _DONE: Final = "TASK_STATE_COMPLETED"
 _FAILED: Final = {
@@ -75,6 +77,8 @@ class _State:
     task: dict[str, Any] | None = None
     polls: int = 0
     cancelling: bool = False
+    said: Any = None
+    """The result of the agent's last JSON answer in its own words, None where they cannot be had."""
 
     def note(self, status: str) -> ProtocolNote:
         asked = self.call.peer
@@ -167,8 +171,7 @@ def _broken_off(state: _State, ended: Ended, error: BaseException | None) -> _Pr
 
 async def _delegate(state: _State, context: EffectContext, ended: Ended) -> dict[str, Any]:
     """Card, message, and the task until it has ended. Raises `_Problem`."""
-    call = state.call
-    async with _client(call.peer, call.request_seconds, Guard(context.monotonic)) as client:
+    async with _client(state, Guard(context.monotonic)) as client:
         agent = await _discover(state, client)
         ended.must_leave(lambda: context.tell(state.note("submitting")))
         ended.must_leave(lambda: context.reach("after_call_prepared"))
@@ -184,11 +187,26 @@ async def _delegate(state: _State, context: EffectContext, ended: Ended) -> dict
             raise
 
 
-def _client(asked: Peer, seconds: float, guard: Guard) -> httpx.AsyncClient:
+def _client(state: _State, guard: Guard) -> httpx.AsyncClient:
     from ..http_transport import async_client
 
+    asked, seconds = state.call.peer, state.call.request_seconds
     headers = {**asked.headers, VERSION_HEADER: asked.definition["protocolVersion"]}
-    return async_client(asked.policy, guard, headers=headers, timeout_seconds=seconds, tls=asked.tls)
+    client = async_client(asked.policy, guard, headers=headers, timeout_seconds=seconds, tls=asked.tls)
+    client.event_hooks = {"response": [partial(_listen, state)]}
+    return client
+
+
+async def _listen(state: _State, response: httpx.Response) -> None:
+    """Keep what an answer says before the library makes its own of it (see `_exact`)."""
+    state.said = None
+    if response.headers.get("content-type", "").partition(";")[0].strip().lower() != "application/json":
+        return
+    try:
+        answer = parse_json(await response.aread())
+    except JsonError:
+        return  # what is wrong with it is found by whoever reads it
+    state.said = answer.get("result") if isinstance(answer, dict) else None
 
 
 async def _discover(state: _State, client: httpx.AsyncClient) -> JsonRpcTransport:
@@ -348,21 +366,40 @@ def _state_name(number: int) -> str:
     return name
 
 
-def _json(state: _State, message: Any) -> dict[str, Any]:
+def _json(state: _State, message: Any, kind: str) -> dict[str, Any]:
+    """A `message` or a `task` as JSON."""
     from google.protobuf.json_format import MessageToDict
 
-    found: dict[str, Any] = state.call.peer.clean(MessageToDict(message))
+    said = state.said if isinstance(state.said, dict) else {}
+    found: dict[str, Any] = state.call.peer.clean(_exact(MessageToDict(message), said.get(kind, said)))
+    return found
+
+
+def _exact(found: Any, said: Any) -> Any:
+    """A value of the library with the numbers that the agent has said. In between all of them were floats: `42` became
+    `42.0`, and a long number another one. Where its own words are not to be had a whole number is one again."""
+    if isinstance(found, dict):
+        words = said if isinstance(said, dict) else {}
+        return {name: _exact(item, words.get(name)) for name, item in found.items()}
+    if isinstance(found, list):
+        items = said if isinstance(said, list) and len(said) == len(found) else [None] * len(found)
+        return [_exact(item, word) for item, word in zip(found, items, strict=True)]
+    if isinstance(found, float):
+        if isinstance(said, int | float) and not isinstance(said, bool) and float(said) == found:
+            return said
+        if found.is_integer() and abs(found) < EXACT:
+            return int(found)
     return found
 
 
 def _message(state: _State, message: Any) -> dict[str, Any]:
     _check_parts(state, message.parts)
-    return _json(state, message)
+    return _json(state, message, "message")
 
 
 def _result(state: _State, task: Any) -> dict[str, Any] | None:
     """The completed task, or None while it goes on. Raises `_Problem`."""
-    found = _json(state, task)
+    found = _json(state, task, "task")
     state.task = found
     name = _state_name(task.status.state)
     if name in _RUNS:
@@ -483,7 +520,7 @@ def observe(
         from a2a.client.transports.jsonrpc import JsonRpcTransport
         from a2a.types import AgentCard
 
-        async with _client(asked, seconds, Guard(monotonic)) as client:
+        async with _client(state, Guard(monotonic)) as client:
             return await _poll(state, JsonRpcTransport(client, AgentCard(), str(known["rpcUrl"])))
 
     most = definition["maxPolls"] * (definition["pollIntervalMs"] / 1000 + seconds)

@@ -25,11 +25,12 @@ from agentctl.store.policy import is_inside, writable
 from agentctl.store.records import SourceFile
 
 from . import Declared
-from .paths import io_fault
+from .paths import io_fault, refuse_database
 
 MAX_ARTIFACTS: Final = 10_000
 """Most artifacts of one task."""
 
+_DEEP: Final = "**"
 _FLAGS: Final = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_NOCTTY
 
 
@@ -89,11 +90,45 @@ def refuse_out_of_reach(declared: Declared) -> None:
 
 
 def _matches(pattern: str, workspace: str) -> Iterator[str]:
-    whole = os.path.join(workspace, pattern)
-    if has_magic(pattern):
-        yield from iglob(whole, recursive=True)
-    else:
-        yield whole
+    if not has_magic(pattern):
+        yield os.path.join(workspace, pattern)
+        return
+    parts = [part for part in pattern.split("/") if part not in ("", ".")]
+    if pattern.endswith("/"):
+        parts.append("")  # folders alone
+    yield from _below("/" if pattern.startswith("/") else workspace, parts)
+
+
+def _below(folder: str, parts: list[str]) -> Iterator[str]:
+    """What the parts of a pattern match below a folder, whose own name means itself."""
+    if _DEEP not in parts:
+        found = iglob("/".join(parts), root_dir=folder)
+        yield from (os.path.join(folder, name) for name in found)
+        return
+    before, after = parts[: parts.index(_DEEP)], parts[parts.index(_DEEP) + 1 :]
+    tops = [folder] if not before else (os.path.join(folder, name) for name in iglob("/".join(before), root_dir=folder))
+    for top in tops:
+        for place in _folders(top):
+            yield from _below(place, after or ["*"])
+
+
+def _folders(top: str) -> Iterator[str]:
+    """A folder and those below it, without hidden ones. Links are followed, and each folder comes once: two links that
+    lead upwards would make more paths than anybody can walk."""
+    seen: set[tuple[int, int]] = set()
+    pending = [top]
+    while pending:
+        place = pending.pop()
+        try:
+            status = os.stat(place)
+            if (status.st_dev, status.st_ino) in seen:
+                continue
+            seen.add((status.st_dev, status.st_ino))
+            with os.scandir(place) as entries:
+                pending += [entry.path for entry in entries if not entry.name.startswith(".") and entry.is_dir()]
+        except OSError:
+            continue  # gone, no folder, or closed to us: nothing below it can be matched
+        yield place
 
 
 def _examine(place: str, declared: Declared, *, required: bool) -> Found | None:
@@ -135,7 +170,7 @@ def logical_path(resolved: str, workspace: str) -> str:
         path.encode("utf-8")
     except UnicodeEncodeError as error:
         raise TaskFault("artifact_refused", f"the file name {path!a} is not UTF-8, which cannot be recorded") from error
-    if not path.isprintable():
+    if any(letter < " " or "\x7f" <= letter < "\xa0" for letter in path):
         raise TaskFault("artifact_refused", f"the file name {path!a} has control characters")
     return path
 
@@ -148,6 +183,7 @@ def as_recorded(source: SourceFile, declared: Declared) -> Found:
 
 def open_found(item: Found, declared: Declared) -> int:
     """Open a file that was found, and make sure that it is that file, unmoved and unchanged. Raises `TaskFault`."""
+    refuse_database(item.path, item.place)
     try:
         descriptor = os.open(item.place, _FLAGS)
     except OSError as error:

@@ -21,7 +21,7 @@ from agentctl.store.policy import is_inside, readable, refuse_dotdot, writable
 
 from . import Done, EffectContext, EffectOutcome, EffectPlan, Work, Written, refuse_cancelled
 from .artifacts import logical_path
-from .paths import io_fault, path_field, resolve_readable, workspace_of, writable_roots_of
+from .paths import io_fault, path_field, refuse_database, resolve_readable, workspace_of, writable_roots_of
 
 MAX_TEXT_BYTES: Final = 1_048_576
 PREDICTABILITY: Final = "fully_predictable"
@@ -44,6 +44,7 @@ def prepare_read(work: Work) -> EffectPlan | Done:
     if work.foreseen is not None:
         return Done({"status": "unchanged", "changed": False, "content": work.foreseen, "foreseen": True})
     _require_regular(path, resolved)
+    refuse_database(path, resolved)
     return EffectPlan(
         operation="builtin.read",
         effect_class="observe",
@@ -73,6 +74,7 @@ def read_text(path: str, resolved: str, workspace: str | None = None) -> str:
     With `workspace`, the file that was really opened must lie under it. Raises `TaskFault`: `policy_denied`,
     `not_found`, `invalid_input` (no regular file), `too_large`, `not_utf8`, `io_error`.
     """
+    refuse_database(path, resolved)
     try:
         descriptor = os.open(resolved, _READ_FLAGS)
         try:

@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections.abc import Mapping
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
 from functools import partial
@@ -218,7 +219,7 @@ async def _session(call: _Call, state: _State, context: EffectContext, guard: Gu
             raise at_work["problem"] from error
         if ended.escaped is not None or ended.reason is not None or ended.late:
             raise
-        raise _problem_of(call, bridge, at_work.get("method", ""), error) from error
+        raise _problem_of(call, bridge, at_work, error) from error
 
 
 async def _talk(
@@ -269,11 +270,16 @@ async def _talk(
         except Exception as caught:
             if ended.escaped is not None:
                 raise
-            at_work["problem"] = _problem_of(call, bridge, at_work.get("method", ""), caught)
+            at_work["problem"] = _problem_of(call, bridge, at_work, caught)
     if "problem" in at_work:
         raise at_work["problem"]
     found: dict[str, Any] = at_work["result"]
     return found
+
+
+def _ask_for(at_work: dict[str, Any], method: str) -> None:
+    """Note what is asked for from now on."""
+    at_work["method"], at_work["since"] = method, asyncio.get_running_loop().time()
 
 
 async def _courtesy(bridge: Bridge, at_work: dict[str, Any]) -> None:
@@ -303,7 +309,7 @@ async def _open(
 
     peer = call.peer
     version = peer.definition["protocolVersion"]
-    at_work["method"] = "initialize"
+    _ask_for(at_work, "initialize")
     params = InitializeRequestParams(
         protocol_version=version,
         capabilities=ClientCapabilities(),
@@ -316,7 +322,7 @@ async def _open(
         raise _Problem(TaskFault("mcp_protocol_version", message))
     session.adopt(said)
     await session.send_notification(InitializedNotification())
-    at_work["method"] = "tools/list"
+    _ask_for(at_work, "tools/list")
     tool = await _find_tool(call, session)
     try:
         # Its JSON form says null for these, so two different tools would have one digest.
@@ -380,7 +386,7 @@ async def _ask(
     from mcp.types import CallToolRequest, CallToolRequestParams, CallToolResult
 
     meta: Any = {IDEMPOTENCY_META: context.key} if call.idempotency == "keyed" else None
-    at_work["method"] = _CALL
+    _ask_for(at_work, _CALL)
     state.sent = True
     request = CallToolRequest(params=CallToolRequestParams(name=call.tool, arguments=call.arguments, _meta=meta))
     try:
@@ -431,10 +437,13 @@ def _malformed(message: str) -> _Problem:
 # -- what an error means -----------------------------------------------------------------------------------------------
 
 
-def _problem_of(call: _Call, bridge: Bridge, method: str, error: BaseException) -> _Problem:
+def _problem_of(call: _Call, bridge: Bridge, at_work: Mapping[str, Any], error: BaseException) -> _Problem:
     """What an error of the library comes to, by what was seen on the wire (see the head of this module)."""
     from mcp import MCPError
 
+    method = at_work.get("method", "")
+    # The library has the same error for a limit that is over as a server may have sent.
+    late = bool(method) and asyncio.get_running_loop().time() - at_work["since"] >= call.request_seconds
     exchange = bridge.exchanges.get(method)
     asked = method == _CALL
     words = call.peer.words(str(error) or type(error).__name__)
@@ -445,14 +454,17 @@ def _problem_of(call: _Call, bridge: Bridge, method: str, error: BaseException) 
     if exchange.redirected:
         message = f"the server answered {method} with a redirect ({exchange.status}), which is not followed"
         return _Problem(TaskFault("mcp_http_error", message, details={"status": exchange.status}), definite=asked)
-    code, message, definite, again = _reading(exchange, method, error if isinstance(error, MCPError) else None, words)
+    code, message, definite, again = _reading(
+        exchange, method, error if isinstance(error, MCPError) else None, words, late
+    )
     details = {"method": method, "status": exchange.status}
     fault_found = TaskFault(code, message, retryable=again, details=details)
     return _Problem(fault_found, open=asked and not definite, definite=asked and definite)
 
 
-def _reading(exchange: Exchange, method: str, error: Any, words: str) -> tuple[str, str, bool, bool]:
-    """(code, message, whether it is definite, whether another attempt makes sense)."""
+def _reading(exchange: Exchange, method: str, error: Any, words: str, late: bool) -> tuple[str, str, bool, bool]:
+    """(code, message, whether it is definite, whether another attempt makes sense). `late`: the time of the request is
+    over."""
     status = exchange.status
     number = None if error is None else error.code
     if exchange.refused:
@@ -470,7 +482,7 @@ def _reading(exchange: Exchange, method: str, error: Any, words: str) -> tuple[s
         and exchange.content_type != "text/event-stream"
     ):
         return "mcp_session_expired", f"the server does not know the session any more ({method})", False, True
-    if number == _REQUEST_TIMEOUT and not (exchange.ended and exchange.content_type == "application/json"):
+    if number == _REQUEST_TIMEOUT and (late or not (exchange.ended and exchange.content_type == "application/json")):
         return "mcp_timeout", f"{method} was not answered in time", False, True
     json_error = exchange.ended and exchange.content_type == "application/json" and number not in (None, _PARSE)
     if status >= 400:

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from agentctl.store.errors import TaskFault
+from agentctl.store.filesystem import belongs_to_open_database
 from agentctl.store.policy import readable, refuse_dotdot
 
 from . import Work
@@ -53,6 +54,21 @@ def resolve_readable(path: str, workspace: str) -> str:
     if not readable(resolved, workspace):
         raise TaskFault("policy_denied", f"{path!r} is outside the workspace", details={"path": path})
     return resolved
+
+
+def refuse_database(path: str, place: str) -> None:
+    """Raise `policy_denied` when `place`, `path` in messages, is a file of the database of this worker. To be asked
+    before it is opened: to close it again would drop the locks of SQLite."""
+    try:
+        status = os.stat(place)
+    except OSError:
+        return  # whoever opens it says why it cannot be
+    if belongs_to_open_database(status):
+        raise TaskFault(
+            "policy_denied",
+            f"{path!r} is a file of the database of this run, which nothing but SQLite may open",
+            details={"path": path},
+        )
 
 
 def io_fault(path: str, error: OSError) -> TaskFault:

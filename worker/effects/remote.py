@@ -105,7 +105,7 @@ class Peer:
     def unsent(self, error: NeverSent, unavailable: str) -> TaskFault:
         """The fault of a request of which nothing has left: `policy_denied`, or the code `unavailable`."""
         code = "policy_denied" if error.code == "denied" else unavailable
-        return TaskFault(code, self.words(error.message), retryable=error.code not in ("denied", "request"))
+        return TaskFault(code, self.words(error.message), retryable=error.code not in ("denied", "proxy", "request"))
 
 
 def peer_of(work: Work, field_name: str, url_field: str) -> Peer:

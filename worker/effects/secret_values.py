@@ -25,6 +25,7 @@ from agentctl.store.policy import (
 
 from ..redaction import Redactor, known
 from . import process
+from .paths import refuse_database
 
 MAX_SECRET_BYTES: Final = 65536
 ALLOW: Final = "allow it under policy:"
@@ -116,6 +117,7 @@ def from_variable(name: str) -> Secret:
 
 def _from_file(path: str, resolved: str) -> Secret:
     source = f"file:{path}"
+    refuse_database(path, resolved)
     try:
         descriptor = os.open(resolved, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
         try:

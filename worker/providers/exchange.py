@@ -107,6 +107,12 @@ def credential_of(kind: str, definition: Mapping[str, Any]) -> Mapping[str, Any]
     return None if name is None else {"env": name}
 
 
+def secrets_may_change(definition: Mapping[str, Any], policy: Policy) -> bool:
+    """Whether a secret of a provider comes from a file or a command: by the next request it may be another one."""
+    given = [definition.get("credential"), *(definition.get("headers") or {}).values(), policy.network.custom_ca]
+    return any(reference is not None and reference.get("env") is None for reference in given)
+
+
 def is_default(kind: str, reference: Mapping[str, Any]) -> bool:
     """Whether a reference is the variable of its kind. It needs no entry in `policy.environmentAllowlist`, which is
     about what a document may pick from the environment: this name is fixed here, and its value goes to this service."""
@@ -281,9 +287,11 @@ class Exchange:
             return ProviderFault(
                 "provider_malformed", f"the service answered {status} and no result", sent="unknown", status=status
             )
+        # Cleaned before it is cut: half a secret is not recognised any more.
+        words = self._redactor.text(_error_text(response))[:MAX_ERROR_TEXT]
         return ProviderFault(
             "provider_http_error",
-            self.clean(f"the {self.kind} service answered {status}: {_error_text(response)}"),
+            self.clean(f"the {self.kind} service answered {status}: {words}"),
             sent="refused",
             retryable=status == 429 or status >= 500,
             status=status,
@@ -403,10 +411,10 @@ def _error_text(response: httpx.Response) -> str:
     try:
         value = parse_json(bytes(data))
     except JsonError:
-        return text[:MAX_ERROR_TEXT] or "no explanation"
+        return text or "no explanation"
     error = value.get("error") if isinstance(value, dict) else None
     message = error.get("message") if isinstance(error, dict) else error
-    return str(message)[:MAX_ERROR_TEXT] if isinstance(message, str) and message else text[:MAX_ERROR_TEXT]
+    return message if isinstance(message, str) and message else text
 
 
 def _retry_after_ms(headers: httpx.Headers) -> int | None:

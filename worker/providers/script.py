@@ -36,6 +36,7 @@ from agentctl.store.canonical import canonical, parse_json
 from agentctl.store.errors import TaskFault
 from agentctl.store.policy import Policy, readable, refuse_dotdot, writable
 
+from ..effects.paths import refuse_database
 from . import Call, ModelRequest, ModelResponse, ProviderFault, ToolCall, Usage
 from .fake import answer, pause, stream
 
@@ -70,6 +71,7 @@ def read_script(path: str, policy: Policy, workspace: str) -> Script:
     resolved = os.path.realpath(os.path.join(workspace, path))
     if not readable(resolved, workspace):
         raise TaskFault("policy_denied", "it is outside the workspace")
+    refuse_database(path, resolved)
     try:
         with open(resolved, "rb") as file:
             data = file.read(MAX_BYTES + 1)
@@ -94,6 +96,7 @@ def _log_path(log: Any, policy: Policy, workspace: str) -> str:
     roots = [os.path.realpath(os.path.join(workspace, root)) for root in policy.writable_roots]
     if not writable(resolved, roots):
         raise TaskFault("policy_denied", f"its log {log!r} is not under a writable root")
+    refuse_database(log, resolved)
     return resolved
 
 
