@@ -11,7 +11,7 @@ from agentctl.store.errors import PrerequisiteError, UsageError
 
 from .documents import without_plugins
 from .main import Settings
-from .preflight import is_proxied, refuse_offline
+from .preflight import proxy_for, refuse_offline
 
 if TYPE_CHECKING:
     from agentctl.store.embedding import Embedder
@@ -67,7 +67,7 @@ def _of_service(settings: Settings, spec: Mapping[str, Any], name: str, policy: 
     if service is not None:
         if settings.offline:
             raise refuse_offline(f"embedding uses the provider {name!r}")
-        require(service, policy, workspace, Guard(monotonic), proxied=is_proxied(service.url, spec["policy"]))
+        require(service, policy, workspace, Guard(monotonic), proxy=proxy_for(service.url, spec["policy"]))
 
     def secret(reference: Mapping[str, Any]) -> str:
         return resolve_secret(reference, policy, workspace).value.decode("utf-8", "replace")

@@ -29,6 +29,8 @@ NETWORK = frozenset(
 OVERRIDE = "AGENTCTL_FILESYSTEM_TYPE"
 COMPANIONS = ("", "-wal", "-shm", "-journal")
 """What the names of the files that SQLite opens add to that of the database."""
+WHOLE = 3
+"""How many files a database has in use: itself, its log, and its shared memory."""
 FEW_PAGES = 1 << 16
 _READ_ONLY = "mount it writable, or choose another place with --db PATH or AGENTCTL_DB"
 
@@ -165,16 +167,20 @@ def sync_folder(folder: Path) -> None:
 # -- databases that are open in this process ---------------------------------------------------------------------------
 
 _open_here: dict[str, int] = {}
+_files_of: dict[str, frozenset[tuple[int, int]]] = {}
+"""Path of a database to device and inode of its files: they stay the same as long as a connection is open."""
 
 
 def note_opened(path: str) -> None:
     """A connection to the database at this real path was opened in this process."""
     _open_here[path] = _open_here.get(path, 0) + 1
+    _files_of.pop(path, None)
 
 
 def note_closed(path: str) -> None:
     """The same connection is about to be closed."""
     _open_here[path] -= 1
+    _files_of.pop(path, None)
 
 
 def is_open_here(path: str) -> bool:
@@ -188,12 +194,22 @@ def belongs_to_open_database(status: os.stat_result) -> bool:
     Nobody else may open it here: whoever closes it again drops all locks that this process has on it, and others then
     take the database for one that nobody uses.
     """
-    for path, count in list(_open_here.items()):
-        for companion in COMPANIONS if count > 0 else ():
-            try:
-                found = os.stat(path + companion)
-            except OSError:
-                continue
-            if (found.st_dev, found.st_ino) == (status.st_dev, status.st_ino):
-                return True
-    return False
+    identity = (status.st_dev, status.st_ino)
+    return any(count > 0 and identity in _identities(path) for path, count in list(_open_here.items()))
+
+
+def _identities(path: str) -> frozenset[tuple[int, int]]:
+    """Device and inode of each file of a database that is open here."""
+    known = _files_of.get(path)
+    if known is not None:
+        return known
+    found = set()
+    for companion in COMPANIONS:
+        try:
+            status = os.stat(path + companion)
+        except OSError:
+            continue
+        found.add((status.st_dev, status.st_ino))
+    if len(found) >= WHOLE:
+        _files_of[path] = frozenset(found)
+    return frozenset(found)
