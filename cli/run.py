@@ -478,6 +478,7 @@ class _Follower:
         started = clock.monotonic()
         if self._lost or started < self._next:
             return
+        drawn = 0.0
         try:
             self._streams.show()
             if self._printer.settings.output == "jsonl":
@@ -486,12 +487,15 @@ class _Follower:
             else:
                 interval = self._progress.interval
                 if not self._printer.settings.json:
-                    self._progress.update(self._views.progress(self._run_id))
+                    seen = self._views.progress(self._run_id)
+                    looked = clock.monotonic()
+                    self._progress.update(seen)
+                    drawn = clock.monotonic() - looked  # no part of the look: the first time it imports a library
         except OSError as error:
             self.lose(error)
             return
         ended = clock.monotonic()
-        self._next = ended + max(interval, 20 * (ended - started))
+        self._next = ended + max(interval, 20 * (ended - started - drawn))
 
     @property
     def lost(self) -> bool:
@@ -848,6 +852,8 @@ def outcome_for_people(out: Printer, views: Views, outcome: dict[str, Any]) -> N
         out.line("  approvals that a person has to answer:")
         for asked in status["pendingApprovals"][:SHOWN_FAILURES]:
             out.line(f"    {asked['approvalId']}  task {clean(asked['taskId'])}, {asked['tool']}: {asked['reason']}")
+        if status["pendingApprovalCount"] > SHOWN_FAILURES:
+            out.line(f"    and {status['pendingApprovalCount'] - SHOWN_FAILURES} more")
     if status["budget"].get("exceeded"):
         over = status["budget"]["exceeded"]
         out.line(f"  budget: {over['dimension']} would be {over['attempted']}, the limit is {over['limit']}")
