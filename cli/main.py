@@ -62,6 +62,9 @@ class Text(click.types.StringParamType):
 
 TEXT = Text()
 
+WHOLE = 500
+"""More characters than the first sentence of a verb's help has."""
+
 
 @dataclass(slots=True)
 class Settings:
@@ -175,6 +178,10 @@ class _WithGlobals(click.Command):
         for parameter in self.params:
             if parameter.type is click.STRING:
                 parameter.type = TEXT
+            elif isinstance(parameter.type, click.IntRange):
+                parameter.type.name = "integer"  # click says "integer range"
+            elif isinstance(parameter.type, click.FloatRange):
+                parameter.type.name = "number"
         self.params = [*self.params, *self.globals]
 
     def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
@@ -202,6 +209,12 @@ class VerbGroup(_WithGlobals, click.Group):
     def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         _WithGlobals.format_options(self, ctx, formatter)
         self.format_commands(ctx, formatter)
+
+    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        # Whole sentences: click would cut them where the line ends.
+        verbs = [(name, self.get_command(ctx, name)) for name in self.list_commands(ctx)]
+        with formatter.section(gettext("Verbs")):
+            formatter.write_dl([(name, verb.get_short_help_str(limit=WHOLE)) for name, verb in verbs if verb])
 
     def resolve_command(
         self, ctx: click.Context, args: list[str]

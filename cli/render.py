@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
@@ -76,6 +77,30 @@ def clean(text: object) -> str:
 def clean_lines(text: object) -> str:
     """Like `clean`, with its line breaks kept."""
     return "\n".join(clean(line) for line in str(text).splitlines())
+
+
+_STEERING = re.compile("(\x1b\\[[0-9;:]*m)|[\0-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]")
+"""A change of colour, or any other character that a terminal or a reader's eye would obey. Not line breaks and tabs."""
+
+
+def clean_output(text: str, *, color: bool) -> str:
+    """What a command has printed, with its lines and tabs, and its colours where they are wanted."""
+    if _STEERING.search(text) is None:
+        return text
+    lines = text.replace("\r\n", "\n").replace("\r", "\n")  # a line that was written over is a line of its own
+    shown = _STEERING.sub(lambda found: (found[1] if color else "") if found[1] else clean(found[0]), lines)
+    return shown + click.style("", reset=True) if color and "\x1b" in shown else shown
+
+
+def beginning(text: str, limit: int) -> str:
+    """Text that has room, or its beginning with a sign that there is more."""
+    return text if len(text) <= limit else text[:limit] + "…"
+
+
+def shortened(text: str, limit: int) -> str:
+    """Text from elsewhere on one line; of one that is too long the beginning, and where all of it is."""
+    rest = counted(len(text) - limit, "more character")
+    return clean(beginning(text, limit)) + (f" ({rest}; --output json has all)" if len(text) > limit else "")
 
 
 # -- programs ----------------------------------------------------------------------------------------------------
