@@ -283,7 +283,7 @@ def effects_reconcile(
                 more = f" and {len(stands) - SHOWN_STANDING} more" if len(stands) > SHOWN_STANDING else ""
                 out.line(f"no fresh attempt follows, its task fails: it would repeat {shown}{more}, which happened and")
                 out.line("must not be done twice")
-                out.line(
+                out.advise(
                     f"next: when {run_id} has ended, `agentctl compensate {run_id}` undoes what declares how, "
                     f"and `agentctl fork {run_id}` does everything once more"
                 )

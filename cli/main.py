@@ -75,6 +75,8 @@ class Settings:
     color: str = "auto"
     verbose: bool = False
     offline: bool = False
+    said_database: bool = False
+    """Whether --db was given: what a person is told to do next needs it, too."""
 
     @property
     def json(self) -> bool:
@@ -98,6 +100,8 @@ def _database(context: click.Context, parameter: click.Parameter, value: Path | 
     if value is not None and str(value) == ".":
         raise click.BadParameter("a database is a file; give its path.", context, parameter)
     _store("database")(context, parameter, value)
+    if value is not None:
+        settings_of(context).said_database = True
 
 
 def _store(name: str) -> Callable[[click.Context, click.Parameter, Any], None]:

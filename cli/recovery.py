@@ -279,7 +279,7 @@ def _blocks_for_people(out: Printer, plan: RecoveryPlan) -> None:
         hint = advice(block, plan)
         if hint is not None and hint not in said:
             said.add(hint)
-            out.line(f"    {clean(hint)}")
+            out.advise(f"    {clean(hint)}")
     if len(plan.blocks) > SHOWN_ENTRIES:
         out.line(f"  and {len(plan.blocks) - SHOWN_ENTRIES} more; --output json has all")
     roots = plan.suggested_roots()

@@ -103,6 +103,18 @@ def shortened(text: str, limit: int) -> str:
     return clean(beginning(text, limit)) + (f" ({rest}; --output json has all)" if len(text) > limit else "")
 
 
+_NAMED = re.compile("`agentctl (?![^`]* --db )")
+
+
+def runnable(settings: Settings, text: str) -> str:
+    """A text in which the commands that it names work as they stand: with the database that this one was given."""
+    if not settings.said_database or "`agentctl " not in text:
+        return text
+    from shlex import quote
+
+    return _NAMED.sub(lambda found: f"`agentctl --db {clean(quote(str(settings.database)))} ", text)
+
+
 # -- programs ----------------------------------------------------------------------------------------------------
 
 
@@ -130,6 +142,8 @@ def print_error(
     bare: bool = False,
 ) -> None:
     """An error on stderr: the Error envelope for programs, message and remedy for people. Never raises."""
+    message = runnable(settings, message)
+    remedy = remedy and runnable(settings, remedy)
     with suppress(OSError):
         if settings.json:
             body = {
@@ -151,7 +165,7 @@ def print_error(
         color = wants_color(settings, sys.stderr)
         if diagnostics:
             for item in diagnostics:
-                _finding(item, color=color)
+                _finding(settings, item, color=color)
             return
         lead = "" if bare else _paint("error: ", "red", color)
         click.echo(lead + clean_lines(message), err=True, color=color)
@@ -159,21 +173,22 @@ def print_error(
             click.echo("  " + clean_lines(remedy), err=True, color=color)
 
 
-def _finding(item: Any, *, color: bool) -> None:
+def _finding(settings: Settings, item: Any, *, color: bool) -> None:
     place = ":".join(clean(part) for part in (item.file, item.line, item.column) if part is not None)
     lead = _paint(f"{item.severity}: ", "red" if item.severity == "error" else "yellow", color)
     path = f" ({clean(item.path)})" if item.path else ""
     text = f"{place}: " if place else ""
     click.echo(f"{text}{lead}{item.code}: {clean(item.message)}{path}", err=True, color=color)
     if item.help:
-        click.echo(f"  {clean(item.help)}", err=True, color=color)
+        click.echo(f"  {runnable(settings, clean(item.help))}", err=True, color=color)
 
 
 def warn(settings: Settings, message: str) -> None:
     """A warning on stderr. Never raises."""
     with suppress(OSError):
         color = wants_color(settings, sys.stderr)
-        click.echo(_paint("warning: ", "yellow", color) + clean_lines(message), err=True, color=color)
+        text = clean_lines(runnable(settings, message))
+        click.echo(_paint("warning: ", "yellow", color) + text, err=True, color=color)
 
 
 def warn_findings(settings: Settings, diagnostics: Sequence[Any]) -> None:
@@ -181,7 +196,7 @@ def warn_findings(settings: Settings, diagnostics: Sequence[Any]) -> None:
     if not settings.json:
         with suppress(OSError):
             for item in diagnostics:
-                _finding(item, color=wants_color(settings, sys.stderr))
+                _finding(settings, item, color=wants_color(settings, sys.stderr))
 
 
 # -- people ------------------------------------------------------------------------------------------------------
@@ -210,6 +225,10 @@ class Printer:
     def line(self, text: str = "") -> None:
         """One line, already clean."""
         click.echo(text, color=self.color)
+
+    def advise(self, text: str) -> None:
+        """The same for our own words that name commands."""
+        self.line(runnable(self.settings, text))
 
     def state(self, word: str) -> str:
         """A state in its colour."""

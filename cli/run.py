@@ -747,7 +747,7 @@ def cancel(settings: Settings, run_name: str, reason: str, actor: str) -> None:
                 elif state == "cancelled":
                     out.line(f"{run_id} is cancelled")
                 else:
-                    out.line(f"{run_id} is being cancelled; `agentctl wait {run_id}` waits for the end")
+                    out.advise(f"{run_id} is being cancelled; `agentctl wait {run_id}` waits for the end")
 
             Printer(settings).result("Cancellation", {"runId": run_id, "requested": requested, "state": state}, human)
 
@@ -771,7 +771,7 @@ def pause(settings: Settings, run_name: str, reason: str, actor: str) -> None:
 
             def human(out: Printer) -> None:
                 if state == "paused":
-                    out.line(f"{run_id} is paused; `agentctl resume {run_id}` goes on")
+                    out.advise(f"{run_id} is paused; `agentctl resume {run_id}` goes on")
                 else:
                     out.line(f"{run_id} pauses as soon as what runs has ended")
 
@@ -866,7 +866,7 @@ def outcome_for_people(out: Printer, views: Views, outcome: dict[str, Any]) -> N
             f"`agentctl fork {run_id}` does everything afresh"
         )
     if hint:
-        out.line(f"next: {hint}")
+        out.advise(f"next: {hint}")
 
 
 def _why(outcome: dict[str, Any]) -> str:

@@ -73,7 +73,7 @@ def _status_for_people(out: Printer, data: dict[str, Any], now: int) -> None:
         if data["problem"] is not None:
             out.line(f"driver    nobody can drive it: {clean(data['problem']['message'])}")
         else:
-            out.line(f"driver    {_driver(data)}")
+            out.advise(f"driver    {_driver(data)}")
     if data["running"]:
         out.line("running:")
         for task in data["running"][:SHOWN_WAITING]:
@@ -116,7 +116,7 @@ def _status_for_people(out: Printer, data: dict[str, Any], now: int) -> None:
             if (cause := why_uncertain(effect)) is not None:
                 out.line(f"    {cause}")
             if effect["remoteTaskId"] is not None:
-                out.line(f"    {settle_step(effect)}")
+                out.advise(f"    {settle_step(effect)}")
         _more(out, data["uncertainEffectCount"] - min(len(data["uncertainEffects"]), SHOWN_WAITING))
 
 
@@ -182,7 +182,9 @@ def _driver(data: dict[str, Any]) -> str:
         return f"nobody; `agentctl workers start` or `agentctl resume {data['runId']}` drives it"
     who = f"{driver['kind'] or 'process'} {clean(driver['processId'])}"
     pid = f", pid {driver['pid']}" if driver["pid"] is not None else ""
-    return f"{who}{pid}, {driver['liveness']}"
+    # A foreground `run` that was killed has nobody who takes over by himself.
+    step = f"; `agentctl workers start` or `agentctl resume {data['runId']}` goes on with it"
+    return f"{who}{pid}, {driver['liveness']}" + (step if driver["liveness"] == "dead" else "")
 
 
 def _more(out: Printer, number: int) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shlex
 import signal
 import subprocess
 import sys
@@ -399,6 +400,9 @@ def test_logs_of_an_aggregate_show_the_way_to_its_tasks(cli: Any) -> None:
 # -- what is too long, or too odd, to be shown as it is ----------------------------------------------------------------
 
 
+SAVE = {"save": {"kind": "builtin.write", "with": {"path": "out/x", "content": "x"}}}
+
+
 def test_more_approvals_than_are_shown_are_counted(field: Field) -> None:
     """In the outcome, in the status and, one by one, in the plan of a resume."""
     count = 105
@@ -492,3 +496,20 @@ def test_uncertain_effects_of_one_run(field: Field) -> None:
     assert field.json("effects", "list", runs[1], "--uncertain").data["effects"] == []
     assert len(field.json("effects", "list", "--uncertain").data["effects"]) == 1
     assert field.json("effects", "list").error["remedy"]
+
+
+def test_what_to_do_next_names_the_database_that_was_given(field: Field) -> None:
+    """As it stands it would look into the default one, where there is nothing."""
+    db = ("--db", "an other/x.db")
+    file = field.workflow("w", [{"id": "a", "uses": "action:save"}], actions=SAVE, policy={"writableRoots": ["out"]})
+    told = field("run", file, *db)
+    assert told.code == 3
+    [step] = [line for line in told.out.splitlines() if line.startswith("next: ")]
+    listed = field(*shlex.split(step.split("`")[1])[1:])
+    assert (listed.code, "approval-" in listed.out) == (0, True), listed.err
+    wrong = field("status", "run-x", *db)
+    assert field(*shlex.split(wrong.err.split("`")[1])[1:]).code == 0
+    assert "--db" not in field("check", "w.yaml", "--input", "b=1", *db).err
+    undriven = field("submit", file, *db).err
+    assert "`agentctl --db 'an other/x.db' workers start`" in undriven
+    assert "--db" not in field("doctor", env={"AGENTCTL_DB": "an other/x.db"}).out
