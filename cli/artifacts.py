@@ -112,7 +112,7 @@ def artifacts_verify(settings: Settings, name: str | None, everything: bool) -> 
                 out.line(f"  and {len(data[word]) - SHOWN_DAMAGED} more {word}")
         if data["untracked"]:
             count = counted(len(data["untracked"]), "file")
-            out.line(f"  {count} without a record; `agentctl artifacts gc` removes old ones")
+            out.advise(f"  {count} without a record; `agentctl artifacts gc` removes old ones")
 
     Printer(settings).result("ArtifactVerification", data, human)
     if not data["ok"]:

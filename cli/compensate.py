@@ -177,13 +177,13 @@ def _elsewhere_for_people(out: Printer, elsewhere: list[dict[str, Any]]) -> None
             continue
         options = " ".join(f"--task {task}" for task in tasks) if len(tasks) <= 5 else ""
         out.line(f"not undone, done by {run_id}: {shown}")
-        out.line(f"next: `{' '.join(filter(None, ('agentctl compensate', run_id, options)))}` undoes that")
+        out.advise(f"next: `{' '.join(filter(None, ('agentctl compensate', run_id, options)))}` undoes that")
 
 
 def _plan_for_people(out: Printer, found: CompensationPlan, note: str = "") -> None:
     data = found.as_json()
     counts = f"{len(found.inverses)} to undo, {len(found.already)} undone already"
-    out.line(f"{out.bold(found.source_run_id)}: {counts}{note}")
+    out.advise(f"{out.bold(found.source_run_id)}: {counts}{note}")
     for item in data["tasks"][:SHOWN]:
         effects = ", ".join(effect[:12] for effect in item["sourceEffectIds"])
         out.line(f"  {clean(item['sourceTaskId'])}: action {clean(item['action'])} undoes {effects}")
@@ -206,7 +206,7 @@ def _warnings_for_people(out: Printer, warnings: list[str]) -> None:
 def _outcome_for_people(out: Printer, data: dict[str, Any], tasks: tuple[str, ...], note: str = "") -> None:
     source = data["sourceRunId"]
     if data["runId"] is None:
-        out.line(
+        out.advise(
             f"{source}: nothing was undone"
             if data["blocked"] or data["elsewhere"]
             else f"{source}: there is nothing to undo{note}"
@@ -237,7 +237,7 @@ def _outcome_for_people(out: Printer, data: dict[str, Any], tasks: tuple[str, ..
     _warnings_for_people(out, data["warnings"])
     step = _next_step(data, tasks)
     if step is not None:
-        out.line(f"next: {step}")
+        out.advise(f"next: {step}")
 
 
 def _next_step(data: dict[str, Any], tasks: tuple[str, ...]) -> str | None:

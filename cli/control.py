@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from contextlib import closing
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 from agentctl.store.errors import UsageError
@@ -13,8 +13,11 @@ from agentctl.store.faults import Faults
 from .documents import read_json_file
 from .main import Settings, VerbGroup, pass_settings
 from .remote import continue_remote
-from .render import Printer, clean, when
+from .render import Printer, clean, shortened, when
 from .run import ACTOR, open_store, until_told, views_of, warn_undriven
+
+if TYPE_CHECKING:
+    from agentctl.store.views import Views
 
 SHOWN_INPUT = 2000
 SHOWN_STANDING = 5
@@ -52,7 +55,7 @@ def approvals_list(settings: Settings, run_name: str | None, everything: bool) -
             )
             for name in ("redactedInput", "expectedEffect"):
                 text = json.dumps(asked[name], ensure_ascii=False)
-                out.line(f"  {'input' if name == 'redactedInput' else 'would do'}: {clean(text[:SHOWN_INPUT])}")
+                out.line(f"  {'input' if name == 'redactedInput' else 'would do'}: {shortened(text, SHOWN_INPUT)}")
         if not found:
             out.line("nothing waits for an approval")
 
@@ -114,20 +117,20 @@ effects.add_command(continue_remote)
 @effects.command("list")
 @click.argument("run_name", metavar="[RUN]", required=False)
 @click.option("--task", "task_id", metavar="TASK", help="Only those of one task.")
-@click.option("--uncertain", is_flag=True, help="Those of all runs that somebody has to reconcile.")
+@click.option("--uncertain", is_flag=True, help="Only those that somebody has to reconcile; without RUN of all runs.")
 @pass_settings
 def effects_list(settings: Settings, run_name: str | None, task_id: str | None, uncertain: bool) -> None:
-    """The effects of a run in compiled order, or all uncertain ones."""
-    if uncertain == (run_name is not None):
+    """The effects of a run in compiled order, or the uncertain ones of all runs."""
+    if run_name is None and not uncertain:
         raise UsageError(
-            "give either a RUN or --uncertain",
+            "give a RUN, or --uncertain",
             remedy="`agentctl effects list RUN`, or `agentctl effects list --uncertain` for all runs",
         )
-    if uncertain and task_id is not None:
-        raise UsageError("--task belongs to a RUN")
+    if run_name is None and task_id is not None:
+        raise UsageError("--task belongs to a RUN", remedy="`agentctl effects list RUN --task TASK --uncertain`")
     with closing(open_store(settings)) as store:
         views = views_of(store)
-        data = views.uncertain_effects() if run_name is None else views.effects(views.find_run(run_name), task_id)
+        data = views.uncertain_effects() if run_name is None else _of_run(views, run_name, task_id, uncertain)
 
     def human(out: Printer) -> None:
         rows = []
@@ -140,6 +143,16 @@ def effects_list(settings: Settings, run_name: str | None, task_id: str | None, 
         out.table(heads, rows, states=1)
 
     Printer(settings).result("EffectList", data, human)
+
+
+def _of_run(views: Views, run_name: str, task_id: str | None, uncertain: bool) -> dict[str, Any]:
+    run_id = views.find_run(run_name)
+    data = views.effects(run_id, task_id)
+    if uncertain:
+        open_ones = {effect["effectId"] for effect in views.uncertain(run_id, limit=-1)[0]}
+        data["effects"] = [effect for effect in data["effects"] if effect["request"]["id"] in open_ones]
+        data["reconciliations"] = []  # of an effect with one nobody asks any more
+    return data
 
 
 @effects.command("inspect")
@@ -171,10 +184,10 @@ def effects_inspect(settings: Settings, name: str) -> None:
             ("notes", effect["notes"]),
         ):
             if value is not None:
-                out.line(f"  {label}: {clean(json.dumps(value, ensure_ascii=False)[:SHOWN_INPUT])}")
+                out.line(f"  {label}: {shortened(json.dumps(value, ensure_ascii=False), SHOWN_INPUT)}")
         call = data["protocolCall"]
         if call is not None:
-            state = clean(json.dumps(call["state"], ensure_ascii=False)[:SHOWN_INPUT])
+            state = shortened(json.dumps(call["state"], ensure_ascii=False), SHOWN_INPUT)
             out.line(f"  {call['protocol']} call of {clean(call['peer'])}: {out.state(call['status'])}, {state}")
         for said in data["reconciliations"]:
             out.line(
@@ -270,7 +283,7 @@ def effects_reconcile(
                 more = f" and {len(stands) - SHOWN_STANDING} more" if len(stands) > SHOWN_STANDING else ""
                 out.line(f"no fresh attempt follows, its task fails: it would repeat {shown}{more}, which happened and")
                 out.line("must not be done twice")
-                out.line(
+                out.advise(
                     f"next: when {run_id} has ended, `agentctl compensate {run_id}` undoes what declares how, "
                     f"and `agentctl fork {run_id}` does everything once more"
                 )

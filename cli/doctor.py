@@ -45,7 +45,7 @@ def doctor(context: click.Context, settings: Settings, probe: str | None) -> Non
             mark = out.paint(check.status.ljust(4), _COLORS[check.status])
             out.line(f"{mark}  {check.id.ljust(12)}  {clean(check.message)}")
             if check.remedy is not None and check.status != "ok":
-                out.line(f"{' ' * 20}{clean(check.remedy)}")
+                out.advise(f"{' ' * 20}{clean(check.remedy)}")
 
     Printer(settings).result("Doctor", {"status": status, "checks": [check.as_json() for check in checks]}, human)
     if status == "fail":

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from agentctl.store.canonical import loads
 
-from .render import Printer, clean
+from .render import Printer, beginning, clean
 
 if TYPE_CHECKING:
     from agentctl.coordinator.plan import CompiledTask
@@ -20,6 +20,8 @@ if TYPE_CHECKING:
 BATCH = 500
 SHOWN_ROWS = 200
 """Most tasks that people are shown; programs get all."""
+
+SHOWN_WORDS = 120
 
 _WORDS = {
     "executed": "executed",
@@ -121,7 +123,8 @@ def _reason(how: str, output: dict[str, Any], error: dict[str, Any] | None) -> s
     if how == "skipped":
         return str(output.get("reason", "skipped"))
     if how == "requires_execution" and output.get("dependsOn"):
-        return f"depends on {', '.join(output['dependsOn'][:5])}"
+        names = output["dependsOn"]
+        return f"depends on {', '.join(names[:5])}" + (f" and {len(names) - 5} more" if len(names) > 5 else "")
     reason = output.get("reason") if how == "requires_execution" else None
     return None if reason is None else str(reason)
 
@@ -151,9 +154,10 @@ def _said(row: dict[str, Any]) -> str:
         words.append(f"{'would write' if row['changed'] else 'leaves as it is'} {row['path']}")
     effect = row["expectedEffect"]
     if isinstance(effect, dict) and effect.get("command"):
-        words.append(" ".join(["would start", str(effect["command"]), *map(str, effect.get("args", []))])[:120])
+        said = " ".join(["would start", str(effect["command"]), *map(str, effect.get("args", []))])
+        words.append(beginning(said, SHOWN_WORDS))
     elif isinstance(effect, dict) and row["kind"] == "builtin.long_term_memory.write":
-        words.append(f"would write the entry {effect.get('key')} in {effect.get('namespace')}"[:120])
+        words.append(beginning(f"would write the entry {effect.get('key')} in {effect.get('namespace')}", SHOWN_WORDS))
     if row["kind"] == "agent" and row["result"] == "requires_execution" and not row["dependsOn"]:
         words.append("would ask a model")
     if row["reason"]:

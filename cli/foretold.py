@@ -120,8 +120,8 @@ def resume_plan(store: Store, views: Views, run_id: str) -> dict[str, Any]:
         "planDigest": run.plan_digest,
         "settledTasks": settled,
         "openTasks": open_tasks,
-        "pendingApprovals": [item["approvalId"] for item in status["pendingApprovals"]],
-        "uncertainEffects": [item["effectId"] for item in status["uncertainEffects"]],
+        "pendingApprovals": [item["approvalId"] for item in views.approvals(run_id, pending=True)],
+        "uncertainEffects": [item["effectId"] for item in views.uncertain(run_id, limit=-1)[0]],
         "noFreshAttempt": views.barred(run_id),
         "drivenBy": run.driver,
     }

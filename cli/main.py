@@ -62,6 +62,9 @@ class Text(click.types.StringParamType):
 
 TEXT = Text()
 
+WHOLE = 500
+"""More characters than the first sentence of a verb's help has."""
+
 
 @dataclass(slots=True)
 class Settings:
@@ -72,6 +75,8 @@ class Settings:
     color: str = "auto"
     verbose: bool = False
     offline: bool = False
+    said_database: bool = False
+    """Whether --db was given: what a person is told to do next needs it, too."""
 
     @property
     def json(self) -> bool:
@@ -95,6 +100,8 @@ def _database(context: click.Context, parameter: click.Parameter, value: Path | 
     if value is not None and str(value) == ".":
         raise click.BadParameter("a database is a file; give its path.", context, parameter)
     _store("database")(context, parameter, value)
+    if value is not None:
+        settings_of(context).said_database = True
 
 
 def _store(name: str) -> Callable[[click.Context, click.Parameter, Any], None]:
@@ -175,6 +182,10 @@ class _WithGlobals(click.Command):
         for parameter in self.params:
             if parameter.type is click.STRING:
                 parameter.type = TEXT
+            elif isinstance(parameter.type, click.IntRange):
+                parameter.type.name = "integer"  # click says "integer range"
+            elif isinstance(parameter.type, click.FloatRange):
+                parameter.type.name = "number"
         self.params = [*self.params, *self.globals]
 
     def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
@@ -202,6 +213,12 @@ class VerbGroup(_WithGlobals, click.Group):
     def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         _WithGlobals.format_options(self, ctx, formatter)
         self.format_commands(ctx, formatter)
+
+    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        # Whole sentences: click would cut them where the line ends.
+        verbs = [(name, self.get_command(ctx, name)) for name in self.list_commands(ctx)]
+        with formatter.section(gettext("Verbs")):
+            formatter.write_dl([(name, verb.get_short_help_str(limit=WHOLE)) for name, verb in verbs if verb])
 
     def resolve_command(
         self, ctx: click.Context, args: list[str]

@@ -13,7 +13,7 @@ from agentctl.store.errors import ConflictError, NotFoundError, TaskFault, Usage
 
 from .documents import json_or_text, read_json_file, read_values
 from .main import Settings, VerbGroup, pass_settings
-from .render import Printer, clean, counted, when
+from .render import Printer, beginning, clean, counted, when
 from .run import open_store, until_told
 
 if TYPE_CHECKING:
@@ -167,7 +167,8 @@ def memory_search(
         for result in results:
             record = result["record"]
             line = _shown(record["entry"]).replace("\n", " ")
-            rows.append((f"{result['scoreMillionths'] / 1_000_000:.6f}", record["key"], line[:SHOWN_LINE]))
+            score = f"{result['scoreMillionths'] / 1_000_000:.6f}"
+            rows.append((score, record["key"], beginning(line, SHOWN_LINE)))
         if rows:
             out.table(("SCORE", "KEY", "TEXT"), rows)
         else:
@@ -266,8 +267,11 @@ def _record_for_people(out: Printer, record: dict[str, Any]) -> None:
     out.line(f"  written {when(record['updatedAt'])}, first {when(record['createdAt'])}")
     for name, value in record["entry"]["metadata"].items():
         out.line(f"  {clean(name)}: {clean(json.dumps(value, ensure_ascii=False))}")
-    for line in _shown(record["entry"])[:SHOWN_TEXT].splitlines():
+    text = _shown(record["entry"])
+    for line in text[:SHOWN_TEXT].splitlines():
         out.line(f"  {clean(line)}")
+    if len(text) > SHOWN_TEXT:
+        out.line(f"  … ({counted(len(text) - SHOWN_TEXT, 'more character')}; --output json has all)")
 
 
 def _shown(entry: dict[str, Any]) -> str:

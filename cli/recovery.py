@@ -85,7 +85,11 @@ def _recovery_options(function: Callable[..., None]) -> Callable[..., None]:
         click.option("--restart-successful", is_flag=True, help="Also execute --from tasks that have succeeded."),
         click.option("--plan", "only_plan", is_flag=True, help="Show what would be done and why; change nothing."),
         click.option(
-            "--from", "roots", multiple=True, metavar="TASK", help="Execute this task and all that depends on it."
+            "--from",
+            "roots",
+            multiple=True,
+            metavar="TASK",
+            help="Execute this task and all that depends on it; with * all tasks whose ids fit: 'each--*'.",
         ),
         click.argument("source", metavar="SOURCE"),
         click.argument("file", type=click.Path()),
@@ -240,8 +244,10 @@ def _made_of(plan: RecoveryPlan) -> str:
 
 def plan_for_people(out: Printer, plan: RecoveryPlan) -> None:
     """A plan to read: what becomes of each task, and why."""
+    from agentctl.coordinator.recovery_plan import some
+
     run = plan.source.run
-    from_where = "whatever did not succeed" if plan.failed_only else ", ".join(clean(name) for name in plan.roots)
+    from_where = "whatever did not succeed" if plan.failed_only else clean(some(plan.roots))
     out.line(f"{plan.mode} of {run.run_id} ({clean(run.workflow_name)}, {run.state}) from {from_where}")
     verdict = "can be done" if plan.compatible else out.paint("is blocked", "red")
     blocked = f", {len(plan.blocks)} blocked" if plan.blocks else ""
@@ -273,7 +279,7 @@ def _blocks_for_people(out: Printer, plan: RecoveryPlan) -> None:
         hint = advice(block, plan)
         if hint is not None and hint not in said:
             said.add(hint)
-            out.line(f"    {clean(hint)}")
+            out.advise(f"    {clean(hint)}")
     if len(plan.blocks) > SHOWN_ENTRIES:
         out.line(f"  and {len(plan.blocks) - SHOWN_ENTRIES} more; --output json has all")
     roots = plan.suggested_roots()

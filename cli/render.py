@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
@@ -78,6 +79,42 @@ def clean_lines(text: object) -> str:
     return "\n".join(clean(line) for line in str(text).splitlines())
 
 
+_STEERING = re.compile("(\x1b\\[[0-9;:]*m)|[\0-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]")
+"""A change of colour, or any other character that a terminal or a reader's eye would obey. Not line breaks and tabs."""
+
+
+def clean_output(text: str, *, color: bool) -> str:
+    """What a command has printed, with its lines and tabs, and its colours where they are wanted."""
+    if _STEERING.search(text) is None:
+        return text
+    lines = text.replace("\r\n", "\n").replace("\r", "\n")  # a line that was written over is a line of its own
+    shown = _STEERING.sub(lambda found: (found[1] if color else "") if found[1] else clean(found[0]), lines)
+    return shown + click.style("", reset=True) if color and "\x1b" in shown else shown
+
+
+def beginning(text: str, limit: int) -> str:
+    """Text that has room, or its beginning with a sign that there is more."""
+    return text if len(text) <= limit else text[:limit] + "…"
+
+
+def shortened(text: str, limit: int) -> str:
+    """Text from elsewhere on one line; of one that is too long the beginning, and where all of it is."""
+    rest = counted(len(text) - limit, "more character")
+    return clean(beginning(text, limit)) + (f" ({rest}; --output json has all)" if len(text) > limit else "")
+
+
+_NAMED = re.compile("`agentctl (?![^`]* --db )")
+
+
+def runnable(settings: Settings, text: str) -> str:
+    """A text in which the commands that it names work as they stand: with the database that this one was given."""
+    if not settings.said_database or "`agentctl " not in text:
+        return text
+    from shlex import quote
+
+    return _NAMED.sub(lambda found: f"`agentctl --db {clean(quote(str(settings.database)))} ", text)
+
+
 # -- programs ----------------------------------------------------------------------------------------------------
 
 
@@ -105,6 +142,8 @@ def print_error(
     bare: bool = False,
 ) -> None:
     """An error on stderr: the Error envelope for programs, message and remedy for people. Never raises."""
+    message = runnable(settings, message)
+    remedy = remedy and runnable(settings, remedy)
     with suppress(OSError):
         if settings.json:
             body = {
@@ -126,7 +165,7 @@ def print_error(
         color = wants_color(settings, sys.stderr)
         if diagnostics:
             for item in diagnostics:
-                _finding(item, color=color)
+                _finding(settings, item, color=color)
             return
         lead = "" if bare else _paint("error: ", "red", color)
         click.echo(lead + clean_lines(message), err=True, color=color)
@@ -134,21 +173,22 @@ def print_error(
             click.echo("  " + clean_lines(remedy), err=True, color=color)
 
 
-def _finding(item: Any, *, color: bool) -> None:
+def _finding(settings: Settings, item: Any, *, color: bool) -> None:
     place = ":".join(clean(part) for part in (item.file, item.line, item.column) if part is not None)
     lead = _paint(f"{item.severity}: ", "red" if item.severity == "error" else "yellow", color)
     path = f" ({clean(item.path)})" if item.path else ""
     text = f"{place}: " if place else ""
     click.echo(f"{text}{lead}{item.code}: {clean(item.message)}{path}", err=True, color=color)
     if item.help:
-        click.echo(f"  {clean(item.help)}", err=True, color=color)
+        click.echo(f"  {runnable(settings, clean(item.help))}", err=True, color=color)
 
 
 def warn(settings: Settings, message: str) -> None:
     """A warning on stderr. Never raises."""
     with suppress(OSError):
         color = wants_color(settings, sys.stderr)
-        click.echo(_paint("warning: ", "yellow", color) + clean_lines(message), err=True, color=color)
+        text = clean_lines(runnable(settings, message))
+        click.echo(_paint("warning: ", "yellow", color) + text, err=True, color=color)
 
 
 def warn_findings(settings: Settings, diagnostics: Sequence[Any]) -> None:
@@ -156,7 +196,7 @@ def warn_findings(settings: Settings, diagnostics: Sequence[Any]) -> None:
     if not settings.json:
         with suppress(OSError):
             for item in diagnostics:
-                _finding(item, color=wants_color(settings, sys.stderr))
+                _finding(settings, item, color=wants_color(settings, sys.stderr))
 
 
 # -- people ------------------------------------------------------------------------------------------------------
@@ -185,6 +225,10 @@ class Printer:
     def line(self, text: str = "") -> None:
         """One line, already clean."""
         click.echo(text, color=self.color)
+
+    def advise(self, text: str) -> None:
+        """The same for our own words that name commands."""
+        self.line(runnable(self.settings, text))
 
     def state(self, word: str) -> str:
         """A state in its colour."""

@@ -486,6 +486,7 @@ class _Follower:
         started = clock.monotonic()
         if self._lost or started < self._next:
             return
+        drawn = 0.0
         try:
             self._streams.show()
             if self._printer.settings.output == "jsonl":
@@ -494,12 +495,15 @@ class _Follower:
             else:
                 interval = self._progress.interval
                 if not self._printer.settings.json:
-                    self._progress.update(self._views.progress(self._run_id))
+                    seen = self._views.progress(self._run_id)
+                    looked = clock.monotonic()
+                    self._progress.update(seen)
+                    drawn = clock.monotonic() - looked  # no part of the look: the first time it imports a library
         except OSError as error:
             self.lose(error)
             return
         ended = clock.monotonic()
-        self._next = ended + max(interval, 20 * (ended - started))
+        self._next = ended + max(interval, 20 * (ended - started - drawn))
 
     @property
     def lost(self) -> bool:
@@ -752,7 +756,7 @@ def cancel(settings: Settings, run_name: str, reason: str, actor: str) -> None:
                 elif state == "cancelled":
                     out.line(f"{run_id} is cancelled")
                 else:
-                    out.line(f"{run_id} is being cancelled; `agentctl wait {run_id}` waits for the end")
+                    out.advise(f"{run_id} is being cancelled; `agentctl wait {run_id}` waits for the end")
 
             Printer(settings).result("Cancellation", {"runId": run_id, "requested": requested, "state": state}, human)
 
@@ -776,7 +780,7 @@ def pause(settings: Settings, run_name: str, reason: str, actor: str) -> None:
 
             def human(out: Printer) -> None:
                 if state == "paused":
-                    out.line(f"{run_id} is paused; `agentctl resume {run_id}` goes on")
+                    out.advise(f"{run_id} is paused; `agentctl resume {run_id}` goes on")
                 else:
                     out.line(f"{run_id} pauses as soon as what runs has ended")
 
@@ -857,6 +861,8 @@ def outcome_for_people(out: Printer, views: Views, outcome: dict[str, Any]) -> N
         out.line("  approvals that a person has to answer:")
         for asked in status["pendingApprovals"][:SHOWN_FAILURES]:
             out.line(f"    {asked['approvalId']}  task {clean(asked['taskId'])}, {asked['tool']}: {asked['reason']}")
+        if status["pendingApprovalCount"] > SHOWN_FAILURES:
+            out.line(f"    and {status['pendingApprovalCount'] - SHOWN_FAILURES} more")
     if status["budget"].get("exceeded"):
         over = status["budget"]["exceeded"]
         out.line(f"  budget: {over['dimension']} would be {over['attempted']}, the limit is {over['limit']}")
@@ -869,7 +875,7 @@ def outcome_for_people(out: Printer, views: Views, outcome: dict[str, Any]) -> N
             f"`agentctl fork {run_id}` does everything afresh"
         )
     if hint:
-        out.line(f"next: {hint}")
+        out.advise(f"next: {hint}")
 
 
 def _why(outcome: dict[str, Any]) -> str:

@@ -9,12 +9,25 @@ from typing import Any
 import click
 
 from .main import Settings, Verb, VerbGroup, pass_settings
-from .render import Printer, clean, counts_text, duration, ended, settle_step, warn, when, why_uncertain
+from .render import (
+    Printer,
+    beginning,
+    clean,
+    clean_output,
+    counts_text,
+    duration,
+    ended,
+    settle_step,
+    warn,
+    when,
+    why_uncertain,
+)
 from .run import open_store, views_of
 
 SHOWN_TASKS = 200
 SHOWN_WAITING = 20
 SHOWN_VALUE = 200
+SHOWN_NOTE = 120
 
 _STATES = ("running", "paused", "succeeded", "failed", "cancelled")
 
@@ -60,7 +73,7 @@ def _status_for_people(out: Printer, data: dict[str, Any], now: int) -> None:
         if data["problem"] is not None:
             out.line(f"driver    nobody can drive it: {clean(data['problem']['message'])}")
         else:
-            out.line(f"driver    {_driver(data)}")
+            out.advise(f"driver    {_driver(data)}")
     if data["running"]:
         out.line("running:")
         for task in data["running"][:SHOWN_WAITING]:
@@ -92,7 +105,7 @@ def _status_for_people(out: Printer, data: dict[str, Any], now: int) -> None:
                 f"  {asked['approvalId']}  task {clean(asked['taskId'])}, {asked['tool']} (risk {asked['risk']}), "
                 f"since {when(asked['requestedAt'])}"
             )
-        _more(out, len(data["pendingApprovals"]) - SHOWN_WAITING)
+        _more(out, data["pendingApprovalCount"] - min(len(data["pendingApprovals"]), SHOWN_WAITING))
     if data["uncertainEffects"]:
         out.line("uncertain effects (began, never confirmed):")
         for effect in data["uncertainEffects"][:SHOWN_WAITING]:
@@ -103,7 +116,7 @@ def _status_for_people(out: Printer, data: dict[str, Any], now: int) -> None:
             if (cause := why_uncertain(effect)) is not None:
                 out.line(f"    {cause}")
             if effect["remoteTaskId"] is not None:
-                out.line(f"    {settle_step(effect)}")
+                out.advise(f"    {settle_step(effect)}")
         _more(out, data["uncertainEffectCount"] - min(len(data["uncertainEffects"]), SHOWN_WAITING))
 
 
@@ -169,7 +182,9 @@ def _driver(data: dict[str, Any]) -> str:
         return f"nobody; `agentctl workers start` or `agentctl resume {data['runId']}` drives it"
     who = f"{driver['kind'] or 'process'} {clean(driver['processId'])}"
     pid = f", pid {driver['pid']}" if driver["pid"] is not None else ""
-    return f"{who}{pid}, {driver['liveness']}"
+    # A foreground `run` that was killed has nobody who takes over by himself.
+    step = f"; `agentctl workers start` or `agentctl resume {data['runId']}` goes on with it"
+    return f"{who}{pid}, {driver['liveness']}" + (step if driver["liveness"] == "dead" else "")
 
 
 def _more(out: Printer, number: int) -> None:
@@ -202,7 +217,8 @@ def inspect(settings: Settings, run_name: str) -> None:
             note = f"{error.get('code')}: {error.get('message')}" if error else ""
             if task["disposition"] != "executed":
                 note = f"{task['disposition']} from {task['sourceRunId']}"
-            rows.append((task["taskId"], task["state"], task["attempt"], task["deliveries"], spent, note[:120]))
+            cells = (task["taskId"], task["state"], task["attempt"], task["deliveries"], spent)
+            rows.append((*cells, beginning(note, SHOWN_NOTE)))
         out.table(("TASK", "STATE", "ATTEMPT", "DELIVERIES", "TOOK", "NOTE"), rows, states=1)
         if count > len(tasks):
             out.line(f"and {count - len(tasks)} more tasks; --output json shows all")
@@ -219,7 +235,8 @@ def logs(settings: Settings, run_name: str, task_id: str | None) -> None:
     only those of one task.
 
     It is recorded when a command has ended, so there is nothing yet of one that runs. For people a head line with the
-    exit code comes before each attempt, and stderr after stdout; with JSON output they are separate texts.
+    exit code comes before each attempt, and stderr after stdout, and what could steer a terminal is shown as an escape;
+    with JSON output they are separate texts, as they were printed.
     """
     with closing(open_store(settings)) as store:
         views = views_of(store)
@@ -231,7 +248,12 @@ def logs(settings: Settings, run_name: str, task_id: str | None) -> None:
         def human(out: Printer) -> None:
             _logs_for_people(out, entries)
             _conversation_for_people(out, said)
-            if task_id is not None and not entries and not said and (below := views.below(run_id, task_id)):
+            if entries or said:
+                return
+            below = [] if task_id is None else views.below(run_id, task_id)
+            if not below:
+                out.line("no output is recorded: no command has ended")
+            else:
                 out.line(f"{clean(task_id)} has no output of its own; that of its {len(below)} tasks is shown by")
                 for name in below[:SHOWN_WAITING]:
                     out.line(f"  agentctl logs {run_id} {clean(name)}")
@@ -250,7 +272,8 @@ def _logs_for_people(out: Printer, entries: list[dict[str, Any]]) -> None:
                 continue
             if name == "stderr":
                 out.line(out.paint("--- stderr ---", "yellow"))
-            click.echo(text, nl=not text.endswith("\n"), color=out.color)
+            shown = clean_output(text, color=out.color)
+            click.echo(shown, nl=not text.endswith("\n"), color=out.color)
         if entry["truncated"]:
             out.line(out.paint("(only a part was kept)", "yellow"))
         if entry["error"] is not None:
@@ -281,7 +304,7 @@ def _conversation_for_people(out: Printer, said: list[dict[str, Any]]) -> None:
 
 def _short(value: Any) -> str:
     text = json.dumps(value, ensure_ascii=False)
-    return clean(text if len(text) <= SHOWN_VALUE else text[:SHOWN_VALUE] + "…")
+    return clean(beginning(text, SHOWN_VALUE))
 
 
 @click.group(cls=VerbGroup)

@@ -5,7 +5,7 @@ I/O.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from hashlib import sha256
 from itertools import product
@@ -160,8 +160,17 @@ def _items(value: Any, path: Path, scope: Scope) -> tuple[Sequence[Any], bool]:
         hint = "give the input, or declare a default in spec.inputs" if error.kind == "undefined" else None
         raise ExpansionError(error.message, path, "invalid_template", hint) from None
     if not isinstance(items, list):
-        raise ExpansionError(f"{value} gives {_kind(items)}, not a list", path)
+        raise ExpansionError(f"{value} gives {_kind(items)}, not a list", path, help=_list_hint(renderer.references))
     return items, True
+
+
+def _list_hint(references: Iterable[Ref]) -> str:
+    """How to give a list from outside, where it comes from there."""
+    options = {"inputs": "--input", "vars": "--var"}
+    for reference in references:
+        if reference.root in options and len(reference.path) == 1:
+            return f'give it a JSON list, such as {options[reference.root]} \'{reference.path[0]}=["a", "b"]\''
+    return "let it give a list"
 
 
 def _check_known(reference: Ref, scope: Scope, path: Path) -> None:

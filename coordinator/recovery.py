@@ -37,6 +37,7 @@ from .recovery_plan import (
     do_again,
     done_before,
     find_out,
+    fitting,
     unsafe_remedy,
 )
 from .scheduler import Scheduler
@@ -216,7 +217,7 @@ class _Planner:
 
     def chosen_roots(self) -> list[str]:
         if not self.wish.failed_only:
-            return list(dict.fromkeys(self.wish.roots))
+            return list(dict.fromkeys(name for root in self.wish.roots for name in self.named(root)))
         open_ends = [name for name, task in self.ends.items() if task.state != "succeeded" and name not in self.skips]
         if not open_ends and not self.source.continued:
             run = self.source.run
@@ -226,6 +227,10 @@ class _Planner:
                 run_id=run.run_id,
             )
         return self.first_of(set(open_ends))
+
+    def named(self, root: str) -> list[str]:
+        """The tasks that a root of the command line names: one, or with `*` in it all whose ids fit."""
+        return fitting(root, self.target.order) if "*" in root else [root]
 
     def first_of(self, names: Collection[str]) -> list[str]:
         """Those that have failed, and of the others what is no descendant of any of them: the rest follows anyway."""

@@ -167,12 +167,13 @@ def done_before(elsewhere: Sequence[DoneElsewhere], tasks: Collection[str]) -> I
             (going_on if item.effect_id is None else done).append(item.task_id)
     for (run_id, state), (done, going_on) in runs.items():
         if done:
-            yield f"{run_id} ({state}) has done this part, too, which must not be repeated: {_some(done)}"
+            yield f"{run_id} ({state}) has done this part, too, which must not be repeated: {some(done)}"
         if going_on:
-            yield f"{run_id} ({state}) has not ended, and executes the same part: {_some(going_on)}"
+            yield f"{run_id} ({state}) has not ended, and executes the same part: {some(going_on)}"
 
 
-def _some(names: Sequence[str]) -> str:
+def some(names: Sequence[str]) -> str:
+    """Names for a line, the first five of many."""
     shown = ", ".join(names[:5])
     return shown if len(names) <= 5 else f"{shown} and {len(names) - 5} more"
 
@@ -263,6 +264,13 @@ def advice(block: Block, plan: RecoveryPlan) -> str | None:
     return None
 
 
+def fitting(pattern: str, order: Sequence[str]) -> list[str]:
+    """The ids that fit a pattern with `*`, in compiled order; if none does, the pattern itself, which is no id."""
+    from fnmatch import fnmatchcase
+
+    return [task_id for task_id in order if fnmatchcase(task_id, pattern)] or [pattern]
+
+
 def similar(name: str, order: Sequence[str]) -> list[str]:
     """Up to three full ids that somebody may have meant: what goes on as `name` does, else what is spelled like it."""
     from difflib import get_close_matches
@@ -271,11 +279,27 @@ def similar(name: str, order: Sequence[str]) -> list[str]:
     return longer[:3] or get_close_matches(name, order[:10_000], 3)
 
 
+def _together(roots: Sequence[str], target: Plan) -> Iterator[str]:
+    """The names of these roots for a command line: one pattern for all children of an expansion, if all are meant."""
+    parents: dict[str, list[str]] = {}
+    for root in roots:
+        task = target.tasks.get(root)
+        if task is not None and task.expansion is not None:
+            parents.setdefault(task.expansion.parent, []).append(root)
+    patterns: dict[str, str] = {}
+    for parent, children in parents.items():
+        # Ids of others may begin like that as well; then the pattern would mean them, too.
+        if len(children) > 1 and len(children) == sum(1 for name in target.order if name.startswith(f"{parent}--")):
+            patterns |= dict.fromkeys(children, f"'{parent}--*'")
+    yield from dict.fromkeys(patterns.get(root, root) for root in roots)
+
+
 def root_options(roots: Sequence[str], plan: RecoveryPlan, most: int = 5) -> str:
     """The options that choose these roots, with the acknowledgement that they need."""
-    words = [f"--from {root}" for root in roots[:most]]
-    if len(roots) > most:
-        words.append(f"and {len(roots) - most} more")
+    named = list(_together(roots, plan.target))
+    words = [f"--from {name}" for name in named[:most]]
+    if len(named) > most:
+        words.append(f"and {len(named) - most} more")
     known = plan.source.tasks
     if any(name in known and known[name].state == "succeeded" for name in roots):
         words.append("--restart-successful")

@@ -279,6 +279,9 @@ class Scheduler:
             self.stopping = "budget_exceeded"
         if error.get("code") != "budget_exceeded" and done.outcome != "uncertain":
             batch.abandoned.append(done.attempt_id)
+        repeatable = done.outcome == "uncertain" and _may_come_again(done)
+        if repeatable and done.effect_id is not None:
+            batch.superseded.append(done.effect_id)  # it blocks nobody, whatever becomes of its task here
         if done.outcome == "cancelled" or (done.outcome == "uncertain" and self.stopping == "cancel_requested"):
             batch.closed.append(done.attempt_id)
             late = self.stopping == "deadline_exceeded" or error.get("code") == "deadline"
@@ -290,13 +293,7 @@ class Scheduler:
             retryable = False
             error = {**error, "retryable": False}
         if done.outcome == "uncertain":
-            repeatable = (
-                done.effect_class is not None
-                and done.idempotency is not None
-                and may_repeat(done.effect_class, done.idempotency)
-            )
             if repeatable and done.effect_id is not None:
-                batch.superseded.append(done.effect_id)
                 # The call may come again; a conversation that begins anew would repeat the others, too.
                 retryable = not done.bound
                 error = {**error, "retryable": retryable}
@@ -854,6 +851,13 @@ class Scheduler:
 def _told(input_text: str, instructions: str | None) -> str:
     """What an attempt is given, for its input digest: its input, and the instructions that were rendered for it."""
     return input_text if instructions is None else f"{input_text},{canonical(instructions)}"
+
+
+def _may_come_again(done: FinishedAttempt) -> bool:
+    """Whether the effect of an attempt, whose end nobody knows, may be dispatched again by what its action says."""
+    if done.effect_class is None or done.idempotency is None:
+        return False
+    return may_repeat(done.effect_class, done.idempotency)
 
 
 def _not_converged(task: CompiledTask) -> TaskFault:

@@ -128,13 +128,15 @@ def require_writable(path: Path) -> None:
     """Raise `EnvironmentFault` unless the database at `path`, or its folder while it is missing, can be written."""
     folder = path.parent
     exists = path.exists()
-    if os.access(folder, os.W_OK | os.X_OK) and (not exists or os.access(path, os.R_OK | os.W_OK)):
+    open_folder = os.access(folder, os.W_OK | os.X_OK)
+    if open_folder and (not exists or os.access(path, os.R_OK | os.W_OK)):
         return
     if is_read_only(folder):
         raise EnvironmentFault(f"{path} is on a filesystem that is mounted read-only", remedy=_READ_ONLY)
+    # SQLite makes files beside the database, so the folder matters as much as the file.
+    what = f"read and write {path}" if open_folder else f"write in the folder {folder}"
     raise EnvironmentFault(
-        f"no permission to read and write {path}",
-        remedy="run as the user who owns it, or choose another place with --db PATH",
+        f"no permission to {what}", remedy="run as the user who owns it, or choose another place with --db PATH"
     )
 
 

@@ -185,11 +185,11 @@ class Views:
                 count = _count(tx, sql, span)
             return found, count
 
-    def uncertain(self, run_id: str) -> tuple[list[dict[str, Any]], int]:
-        """Uncertain effects of a run (at most `MAX_WAITING`) and their number."""
+    def uncertain(self, run_id: str, *, limit: int = MAX_WAITING) -> tuple[list[dict[str, Any]], int]:
+        """Uncertain effects of a run (at most `limit`, all when it is -1) and their number."""
         with self._database.read() as tx:
             runs.get(tx, run_id)
-            return _uncertain(tx, run_id)
+            return _uncertain(tx, run_id, limit)
 
     def inspect(self, run_id: str) -> dict[str, Any]:
         """RunInspection with every key of contract 4.11. Raises `CorruptStore` for a broken checkpoint chain."""
@@ -534,7 +534,8 @@ def _status(tx: Connection, run: Run, *, now: int) -> dict[str, Any]:
     waiting: list[dict[str, Any]] = []
     if run.ended_at is None and waiting_count:
         waiting = _waiting(tx, run, driver, now)
-    effects, effect_count = _uncertain(tx, run.run_id)
+    approvals, approval_count = _pending_approvals(tx, run.run_id)
+    effects, effect_count = _uncertain(tx, run.run_id, MAX_WAITING)
     return {
         **_summary(run, counts),
         "lineage": _lineage(tx, run.run_id),
@@ -552,7 +553,8 @@ def _status(tx: Connection, run: Run, *, now: int) -> dict[str, Any]:
         "unrecorded": _unrecorded(tx, run, limit=MAX_WAITING),
         "waiting": waiting,
         "waitingCount": waiting_count if run.ended_at is None else 0,
-        "pendingApprovals": _approvals(tx, run.run_id, pending=True, limit=MAX_WAITING),
+        "pendingApprovals": approvals,
+        "pendingApprovalCount": approval_count,
         "uncertainEffects": effects,
         "uncertainEffectCount": effect_count,
         "budget": _budget(tx, run.run_id, now),
@@ -627,12 +629,20 @@ _UNRESOLVED = (
 )
 
 
-def _uncertain(tx: Connection, run_id: str) -> tuple[list[dict[str, Any]], int]:
+def _pending_approvals(tx: Connection, run_id: str) -> tuple[list[dict[str, Any]], int]:
+    found = _approvals(tx, run_id, pending=True, limit=MAX_WAITING)
+    count = len(found)
+    if count == MAX_WAITING:
+        count = _count(tx, "SELECT COUNT(*) FROM approvals WHERE status = 'pending' AND run_id = ?", (run_id,))
+    return found, count
+
+
+def _uncertain(tx: Connection, run_id: str, limit: int) -> tuple[list[dict[str, Any]], int]:
     found = []
     for effect_id, task_id, attempt, ordinal, operation, started_at, error, version in tx.execute(
         "SELECT effect_id, task_id, attempt, ordinal, operation, started_at, error_json, format_version "  # noqa: S608
         f"FROM effects WHERE {_UNRESOLVED} AND run_id = ? ORDER BY effect_no LIMIT ?",
-        (run_id, MAX_WAITING),
+        (run_id, limit),
     ):
         _check_version(f"effect {effect_id}", version, EFFECT_FORMAT_VERSION, run_id)
         found.append(
@@ -648,7 +658,7 @@ def _uncertain(tx: Connection, run_id: str) -> tuple[list[dict[str, Any]], int]:
             }
         )
     count = len(found)
-    if count == MAX_WAITING:
+    if count == limit:
         sql = f"SELECT COUNT(*) FROM effects WHERE {_UNRESOLVED} AND run_id = ?"  # noqa: S608
         count = _count(tx, sql, (run_id,))
     return found, count

@@ -13,6 +13,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from agentctl.store import filesystem
+from agentctl.store.errors import EnvironmentFault
 
 VERBS = (
     "cancel", "check", "completion", "coordinator", "events", "inspect", "logs", "plan", "resume", "run", "runs",
@@ -422,6 +424,16 @@ def test_an_unwritable_folder(cli: Any, unprivileged: Callable[[Path], list[str]
         assert str(locked) in result.error["message"]
         assert "permission" in result.error["message"].lower()
     assert list(locked.iterdir()) == []
+
+
+def test_the_folder_is_named_that_cannot_be_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not a database in it, which is not there, or which could be written."""
+    monkeypatch.setattr(os, "access", lambda place, mode: Path(place) != tmp_path)
+    for name in ("absent.db", "there.db"):
+        (tmp_path / "there.db").touch()
+        with pytest.raises(EnvironmentFault) as caught:
+            filesystem.require_writable(tmp_path / name)
+        assert caught.value.message == f"no permission to write in the folder {tmp_path}"
 
 
 def test_the_envelope_of_an_error_is_json_whatever_the_text(cli: Any) -> None:

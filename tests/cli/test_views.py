@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import apsw
 import pytest
+from agentctl.cli.main import Settings
+from agentctl.cli.render import Printer
+from agentctl.cli.run import _Follower
 from agentctl.store import process_identity
 from agentctl.store.canonical import canonical, effect_id, input_digest
 from agentctl.store.clock import SystemClock
@@ -379,6 +382,29 @@ def test_rows_from_the_future_are_refused(world: World, what: str) -> None:
     for verb in verbs:
         with pytest.raises(IncompatibleVersion):
             asked[verb]()
+
+
+def test_a_picture_that_takes_long_to_draw_is_drawn_again_soon(world: World) -> None:
+    """Whoever looks seldom spares the database; what drawing costs, the library of the first picture above all, is
+    no reason to look seldom."""
+    run = world.run("run-1", {"a": {}})
+    drawn: list[float] = []
+
+    class Slow:
+        interval = 0.2
+
+        def update(self, progress: Mapping[str, Any]) -> None:
+            drawn.append(world.clock.monotonic())
+            world.clock.sleep(1)
+
+        def close(self) -> None:
+            return
+
+    follower = _Follower(Printer(Settings(world.path)), world.store, run, Slow(), at_once=True)
+    for _ in range(10):
+        follower.tick()
+        world.clock.sleep(0.1)
+    assert len(drawn) == 5
 
 
 def test_nothing_stays_open_and_writers_do_not_block(world: World) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shlex
 import signal
 import subprocess
 import sys
@@ -394,3 +395,121 @@ def test_logs_of_an_aggregate_show_the_way_to_its_tasks(cli: Any) -> None:
     shown = cli("logs", run_id, "each").out
     [command] = [line.strip() for line in shown.splitlines() if "agentctl logs" in line]
     assert "1 here" in cli(*command.split()[1:]).out
+
+
+# -- what is too long, or too odd, to be shown as it is ----------------------------------------------------------------
+
+
+SAVE = {"save": {"kind": "builtin.write", "with": {"path": "out/x", "content": "x"}}}
+
+
+def test_more_approvals_than_are_shown_are_counted(field: Field) -> None:
+    """In the outcome, in the status and, one by one, in the plan of a resume."""
+    count = 105
+    file = field.workflow(
+        "w",
+        [{"id": "a", "uses": "action:save", "foreach": {"items": list(range(count)), "maxItems": count}}],
+        actions={"save": {"kind": "builtin.write", "with": {"path": "out/${{ vars.item }}", "content": "x"}}},
+        policy={"writableRoots": ["out"]},
+        concurrency=count,
+    )
+    told = field("run", file)
+    assert told.code == 3
+    assert f"    and {count - 10} more\n" in told.out
+    status = field.json("status", "@latest").data
+    assert (len(status["pendingApprovals"]), status["pendingApprovalCount"]) == (100, count)
+    assert f"  and {count - 20} more\n" in field("status", "@latest").out.split("approvals (a person")[1]
+    assert len(field.json("resume", "@latest", "--plan").data["pendingApprovals"]) == count
+
+
+def test_what_is_cut_says_so(field: Field) -> None:
+    """A person who approves a command has to know whether the whole of it is shown."""
+    script = "true " + "x" * 3000
+    task = {"id": "a", "uses": "action:x", "with": {"args": ["-c", script]}}
+    action = {"x": {"kind": "builtin.shell.exec", "command": "sh"}}
+    policy = {"processAllowlist": ["sh"]}
+    checked = field("run", field.workflow("w", [task], actions=action, policy=policy), "--check")
+    assert "x…; asks a person first" in checked.out
+    assert field("run", "w.yaml").code == 3
+    shown = field("approvals", "list").out
+    assert shown.count("more characters; --output json has all)") == 2, shown
+    [approval] = field.json("approvals", "list").data["approvals"]
+    assert approval["expectedEffect"]["args"] == ["-c", script]
+    assert "more characters" in field("effects", "inspect", approval["effectId"]).out
+
+
+def test_what_a_command_prints_cannot_steer_the_terminal(field: Field) -> None:
+    """Lines, tabs and, where they are wanted, colours stay; JSON has what was printed."""
+    printed = "a\tb\x1b[31m red\x1b[0m\x1b[2J\x1b]0;title\x07 10%\r20%\r\n\u202eend\n"
+    field.text("odd.txt", printed)
+    action = {"x": {"kind": "builtin.shell.exec", "command": "cat", "args": ["odd.txt"]}}
+    file = field.workflow(
+        "w",
+        [{"id": "a", "uses": "action:x"}],
+        actions=action,
+        policy={"approval": "never", "processAllowlist": ["cat"]},
+    )
+    assert field("run", file).code == 0
+    plain = field("logs", "@latest").out
+    assert "a\tb red\\x1b[2J\\x1b]0;title\\x07 10%\n20%\n\\u202eend\n" in plain
+    painted = field("logs", "@latest", "--color", "always").out
+    assert "a\tb\x1b[31m red\x1b[0m\\x1b[2J" in painted
+    assert field.json("logs", "@latest").data["attempts"][0]["stdout"] == printed
+
+
+def test_logs_without_output_say_so(cli: Any) -> None:
+    cli("submit", "hello.yaml")
+    assert "no output is recorded" in cli("logs", "@latest").out
+
+
+def test_the_verbs_of_a_group_are_told_in_whole_sentences(cli: Any) -> None:
+    for group in ("workers", "effects", "artifacts", "db", "memory", "metrics"):
+        verbs = cli(group, "--help").out.split("Verbs:")[1]
+        assert "..." not in verbs, verbs
+    assert "SIGTERM or SIGINT." in " ".join(cli("workers", "--help").out.split())
+
+
+def test_a_number_is_asked_for_in_words(cli: Any) -> None:
+    assert "'10s' is not a valid number." in cli("run", "hello.yaml", "--timeout-seconds", "10s").err
+    assert "'x' is not a valid integer." in cli("run", "hello.yaml", "--workers", "x").err
+
+
+@pytest.mark.parametrize("given", ["a.csv", '{"a": 1}', "null"])
+def test_items_that_are_no_list_are_asked_for_where_they_come_from(cli: Any, given: str) -> None:
+    refused = cli("run", "shell.yaml", "--input", f"items={given}")
+    assert refused.code == 2
+    assert 'give it a JSON list, such as --input \'items=["a", "b"]\'' in refused.err
+    [command] = [line for line in refused.err.splitlines() if "--input" in line]
+    option = command.split("'")[1]
+    assert cli("check", "shell.yaml", "--input", option).code == 0
+
+
+def test_uncertain_effects_of_one_run(field: Field) -> None:
+    file = field.workflow("w", [field.tick_task("a", 60, idempotent=False, timeoutSeconds=1)])
+    runs = [field.json("run", file).data["runId"] for _ in range(2)]
+    for run_id in runs:
+        [effect] = field.json("effects", "list", run_id, "--uncertain").data["effects"]
+        assert effect["request"]["runId"] == run_id
+    assert field.json("effects", "list", runs[0], "--uncertain", "--task", "a").data["effects"]
+    said = ("--status", "not-applied", "--reason", "looked")
+    assert field("effects", "reconcile", effect["request"]["id"], *said).code == 0
+    assert field.json("effects", "list", runs[1], "--uncertain").data["effects"] == []
+    assert len(field.json("effects", "list", "--uncertain").data["effects"]) == 1
+    assert field.json("effects", "list").error["remedy"]
+
+
+def test_what_to_do_next_names_the_database_that_was_given(field: Field) -> None:
+    """As it stands it would look into the default one, where there is nothing."""
+    db = ("--db", "an other/x.db")
+    file = field.workflow("w", [{"id": "a", "uses": "action:save"}], actions=SAVE, policy={"writableRoots": ["out"]})
+    told = field("run", file, *db)
+    assert told.code == 3
+    [step] = [line for line in told.out.splitlines() if line.startswith("next: ")]
+    listed = field(*shlex.split(step.split("`")[1])[1:])
+    assert (listed.code, "approval-" in listed.out) == (0, True), listed.err
+    wrong = field("status", "run-x", *db)
+    assert field(*shlex.split(wrong.err.split("`")[1])[1:]).code == 0
+    assert "--db" not in field("check", "w.yaml", "--input", "b=1", *db).err
+    undriven = field("submit", file, *db).err
+    assert "`agentctl --db 'an other/x.db' workers start`" in undriven
+    assert "--db" not in field("doctor", env={"AGENTCTL_DB": "an other/x.db"}).out

@@ -255,3 +255,36 @@ def test_a_changed_inner_workflow_is_found_at_its_tasks(place: Place) -> None:
     boundary = next(name for name in found if name.startswith("out--in--inputs-"))
     assert found[boundary] == "definition_fingerprint_mismatch"
     assert {block["suggestedRepairRoots"][0] for block in plan["blockedReuse"]} == {boundary}
+
+
+def test_one_root_names_all_items_of_a_fan_out(place: Place) -> None:
+    """The correction of a wide fan-out is asked for in one word, and that word is what a blocked plan proposes."""
+    each = {
+        "id": "each",
+        "uses": "action:tick-i",
+        "needs": ["before"],
+        "foreach": {"items": list(range(80)), "maxItems": 80},
+        "with": {"args": [str(place.ledger), "each-${{ vars.item }}", "0"]},
+    }
+    other = place.tick_task("each-other", idempotent=True, needs=["before"])
+    file = place.workflow("fan", [place.tick_task("before", idempotent=False), each, other])
+    source = place.go(file)
+    changed = place.edit(file, "changed.yaml", (("spec", "tasks", 1, "with", "args", 1), "again-${{ vars.item }}"))
+    advice = "--from 'each--*' --from each --restart-successful"
+    assert f"what takes all of this in: {advice}\n" in place("repair", changed, source, "--from", "each", "--plan").out
+    refused = place("retry", changed, source, "--from", "each")
+    assert f"agentctl repair FILE {source} --from 'each--*' --restart-successful`" in refused.err
+    plan = place.plan("repair", changed, source, "--from", "each--*", "--restart-successful")
+    assert plan["reusedTasks"] == ["before", "each-other"]
+    assert len(plan["repairRoots"]) == 80
+    shown = place("repair", changed, source, "--from", "each--*", "--restart-successful", "--plan").out
+    assert len(shown.splitlines()[0]) < 300
+    outcome = place.derive("repair", changed, source, *advice.replace("'", "").split())
+    assert len(outcome["executedTasks"]) == 81
+    assert place.labels().count("before") == 1
+    assert sorted(place.labels()[-80:]) == sorted(f"again-{number}" for number in range(80))
+    assert rules(place.plan("repair", changed, source, "--from", "other--*", compatible=False))["other--*"] == (
+        "repair_root_missing"
+    )
+    everything = place.plan("repair", changed, source, "--from", "*", "--restart-successful", compatible=False)
+    assert rules(everything) == {"before": "unreconciled_effect"}, "what must not happen twice stays what it is"

@@ -6,7 +6,7 @@ import shutil
 import signal
 
 from support.children import wait_until
-from support.recovery import GATE, Place, gate
+from support.recovery import GATE, Place, gate, rules
 
 CHECKED = [
     "outside_rerun_closure",
@@ -421,3 +421,26 @@ def test_a_live_pool_serves_a_retry(place: Place) -> None:
     holders = {row[0] for row in place.rows("SELECT holder FROM attempts WHERE run_id = ?", outcome["runId"])}
     assert holders <= {worker.process_id for worker in place.workers()}
     place.stop(pool)
+
+
+def test_what_was_cancelled_and_may_be_repeated_needs_no_person(place: Place) -> None:
+    """A cancel ends a command in the middle; by the contract of its action a retry may execute it once more."""
+    tasks = [place.tick_task(name, 60, idempotent=name != "once") for name in ("a", "b", "once")]
+    file = place.workflow("slow", tasks, runtime={"maxConcurrency": 8, "budgets": {"maxProcessOutputBytes": 10**8}})
+    running = place.start("run", file, "--workers", "3", "--output", "json")
+    wait_until(lambda: sorted(place.labels()) == ["a", "b", "once"], "all run")
+    assert place.json("cancel", "@latest").code == 0
+    assert running.wait().code == 130
+    source = str(place.scalar("SELECT run_id FROM runs"))
+    uncertain = "SELECT task_id FROM effects WHERE status = 'uncertain' ORDER BY task_id"
+    assert place.rows(uncertain) == [("a",), ("b",), ("once",)]
+    [effect] = place.json("effects", "list", source, "--uncertain").data["effects"]
+    assert effect["request"]["taskId"] == "once"
+    assert place.scalar("SELECT COUNT(*) FROM budget_reservations WHERE state = 'open'") == 1
+    plan = place.plan("retry", file, source, "--failed", compatible=False)
+    assert rules(plan) == {"once": "unreconciled_effect"}
+    said = ("--status", "not-applied", "--reason", "looked")
+    assert place.json("effects", "reconcile", effect["request"]["id"], *said).code == 0
+    plan = place.plan("retry", file, source, "--failed")
+    assert plan["rerunTasks"] == ["a", "b", "once"]
+    place.assert_sound()

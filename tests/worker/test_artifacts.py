@@ -131,9 +131,35 @@ def test_names_that_no_record_can_carry(base: Path, name: bytes) -> None:
 
 def test_names_that_only_look_odd(base: Path) -> None:
     out = base / "w" / "out"
-    for name in ("é ü.txt", "$(touch oops).txt", "-x.txt", "💾.txt"):
+    for name in (
+        "é ü.txt",
+        "$(touch oops).txt",
+        "-x.txt",
+        "💾.txt",
+        "写真\u30002.txt",
+        "a\u00a0b.txt",
+        "👨\u200d👩.txt",
+    ):
         (out / name).write_text("x")
         assert f"out/{name}" in paths(base, "out/*.txt")
+
+
+def test_names_that_look_like_globs(base: Path) -> None:
+    """A fan-out names the file of each item, and items are called as people call them."""
+    out = base / "w" / "out"
+    for name in ("Report [final].txt", "[a].txt", "what?.txt", "a*.txt"):
+        (out / name).write_text("x")
+        assert paths(base, f"out/{name}") == [f"out/{name}"]
+    (out / "a*.txt").unlink()
+    assert paths(base, "out/a*.txt") == ["out/a.txt"]
+
+
+def test_a_workspace_whose_name_looks_like_a_glob(base: Path) -> None:
+    place = base / "w" / "out" / "data [2024]"
+    (place / "build").mkdir(parents=True)
+    (place / "build" / "a.csv").write_text("x")
+    inside = Declared(("build/*.csv", "build/**/a.*"), str(place), (str(place),))
+    assert [item.path for item in find(inside)] == ["build/a.csv"]
 
 
 def test_too_many(base: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,8 +3,8 @@
 Choices that the contract leaves open:
 
 - **Patterns** are relative to the workspace, or absolute. One without `*`, `?` or `[` names a file that must be there;
-  a glob may match nothing. `**` matches folders of any depth; names that begin with a dot are matched only by patterns
-  that say so.
+  a glob may match nothing, and what is there under its very name is what it means. `**` matches folders of any depth;
+  names that begin with a dot are matched only by patterns that say so.
 - **What counts**: regular files whose resolved place is under a writable root. Folders that a glob matches are passed
   over; anything else, a symbolic link say, fails the task instead of being left out in silence.
 - **Logical path**: below the workspace relative to it, else absolute. It has to be UTF-8 without control characters.
@@ -19,6 +19,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from glob import has_magic, iglob
 from typing import Final
+from unicodedata import category
 
 from agentctl.store.errors import TaskFault
 from agentctl.store.policy import is_inside, writable
@@ -31,6 +32,9 @@ MAX_ARTIFACTS: Final = 10_000
 """Most artifacts of one task."""
 
 _DEEP: Final = "**"
+_CONTROLS: Final = ("Cc", "Zl", "Zp")
+"""Control characters and separators of lines. Blanks of other scripts and joined signs stand in names of files."""
+
 _FLAGS: Final = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_NOCTTY
 
 
@@ -90,8 +94,9 @@ def refuse_out_of_reach(declared: Declared) -> None:
 
 
 def _matches(pattern: str, workspace: str) -> Iterator[str]:
-    if not has_magic(pattern):
-        yield os.path.join(workspace, pattern)
+    whole = os.path.join(workspace, pattern)
+    if not has_magic(pattern) or os.path.lexists(whole):
+        yield whole  # `report [1].pdf` is a name as well, and where there is such a file it is the one that is meant
         return
     parts = [part for part in pattern.split("/") if part not in ("", ".")]
     if pattern.endswith("/"):
@@ -170,7 +175,7 @@ def logical_path(resolved: str, workspace: str) -> str:
         path.encode("utf-8")
     except UnicodeEncodeError as error:
         raise TaskFault("artifact_refused", f"the file name {path!a} is not UTF-8, which cannot be recorded") from error
-    if any(letter < " " or "\x7f" <= letter < "\xa0" for letter in path):
+    if not path.isprintable() and any(category(letter) in _CONTROLS for letter in path):
         raise TaskFault("artifact_refused", f"the file name {path!a} has control characters")
     return path
 
