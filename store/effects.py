@@ -22,7 +22,7 @@ from .records import (
     StartedEffect,
     StartRefused,
 )
-from .states import RUN_FINAL
+from .states import EFFECT_FINAL, RUN_FINAL
 from .versions import check_versions
 
 
@@ -61,7 +61,7 @@ def start(
                 f"effect {request.ordinal} of {task_id} was requested with another input before; it is not sent again",
                 run_id=run_id,
             )
-        if status in ("succeeded", "failed", "cancelled", "uncertain"):
+        if status in EFFECT_FINAL:
             said = reconciliations.latest(tx, request.effect_id)
             if said is not None and said[1] == "compensated":
                 undone = standing.undone_fault(request.effect_id, request.operation)

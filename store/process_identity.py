@@ -276,13 +276,8 @@ def marker_ids(environ: bytes, marker: str = EFFECT_MARKER) -> list[str]:
     ]
 
 
-def effect_ids_of(pid: int) -> list[str]:
-    """The effect ids in the environment of a process; empty when it has none or may not be read."""
-    return _visible_ids(pid, EFFECT_MARKER) or []
-
-
 def _visible_ids(pid: int, marker: str) -> list[str] | None:
-    """The same, with None for an environment that this user may not read."""
+    """The same for a process; empty when it has none, None when this user may not read its environment."""
     try:
         environ = _read_proc(f"/proc/{pid}/environ")
     except OSError:

@@ -500,10 +500,10 @@ def test_a_damaged_document_is_refused_with_a_place(load: Any, data: st.DataObje
 
 def test_many_findings_stay_cheap(build: Build) -> None:
     tasks = "".join(f"  - {{id: task{n}, uses: action:set, needs: [tusk{n}]}}\n" for n in range(5000))
-    start = time.perf_counter()
+    start = time.thread_time()
     with pytest.raises(DocumentError, match="4900 more findings"):
         build(ACTIONS + "  tasks:\n" + tasks)
-    assert time.perf_counter() - start < 20
+    assert time.thread_time() - start < 20
 
 
 # ------------------------------------------------------------------------------------------- speed

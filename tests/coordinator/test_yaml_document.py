@@ -225,9 +225,9 @@ def test_the_pure_parser_gives_the_same(monkeypatch: pytest.MonkeyPatch) -> None
 def test_a_full_document_is_read_in_time() -> None:
     line = "- {id: task, uses: action:a, needs: [one, two], with: {value: 12, text: some words}}\n"
     data = (line * (MAX_BYTES // len(line))).encode()
-    start = time.perf_counter()
+    start = time.thread_time()
     parse_document(data, "f.yaml")
-    assert time.perf_counter() - start < 10
+    assert time.thread_time() - start < 10
 
 
 # ------------------------------------------------------------------------------------------- JSON

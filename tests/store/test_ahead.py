@@ -13,6 +13,7 @@ from agentctl.store.engine import LONE_SECONDS, Store
 from agentctl.store.errors import LeaseLost
 from agentctl.store.records import (
     AttemptEnd,
+    Batch,
     Candidate,
     Claim,
     EffectEnd,
@@ -123,6 +124,17 @@ def test_what_was_paused_meanwhile_is_given_back_and_not_cancelled(store: Store)
     assert following is not None
     assert following.answer == StartRefused("paused")
     assert rows(store, "SELECT * FROM effects") == []
+
+
+def test_a_candidate_that_a_stop_has_closed_is_not_taken(store: Store) -> None:
+    """Nobody has held it, so it is as fresh as before; it is over all the same."""
+    driver = started_run(store, tasks=2)
+    first = Hand(store).take()
+    ahead = prepared(store)
+    driver.write(Batch(stop="task_failed"))
+    assert finish(store, first, ahead) is None
+    assert rows(store, "SELECT * FROM effects") == []
+    assert scalar(store, "SELECT state FROM tasks WHERE task_id = ?", ahead[0].task_id) == "cancelled"
 
 
 def test_a_lost_delivery_claims_and_starts_nothing(store: Store) -> None:

@@ -12,13 +12,13 @@ import pytest
 from agentctl.store.approvals import approval_id_of, redacted
 from agentctl.store.clock import SystemClock
 from agentctl.store.engine import Store
-from agentctl.store.errors import ConflictError, NotFoundError
+from agentctl.store.errors import ConflictError, NotFoundError, RunMoved
 from agentctl.store.records import AttemptHeld, Batch, Claim, EffectRequest, StartedEffect
 from support import store_children
 from support.builders import Driver, Hand, effect_request, new_run, open_store
 from support.children import SPAWN, Children
 from support.clock import ManualClock
-from support.rows import attempt, check_chains, effect, rows, scalar, task_state
+from support.rows import attempt, check_chains, effect, everything, rows, scalar, task_state
 from support.scale import repeats
 
 
@@ -74,15 +74,45 @@ def test_an_approved_action_is_sent_by_the_same_attempt(store: Store) -> None:
     assert rows(store, "SELECT actor FROM audit_events WHERE event_type = 'approval.approved'") == [("ann",)]
 
 
-def test_another_action_than_the_approved_one_is_not_sent(store: Store) -> None:
+CHANGES = {
+    "risk": "critical",
+    "operation": "other.operation",
+    "effect_class": "process_execution",
+    "idempotency": "idempotent",
+    "input_digest": "0" * 64,
+    "expected_json": '{"path":"elsewhere"}',
+}
+
+
+@pytest.mark.parametrize("field", CHANGES)
+def test_another_action_than_the_approved_one_is_not_sent(store: Store, field: str) -> None:
     driver, _, request, approval_id = asked(store)
     store.resolve_approval(approval_id, approve=True, actor="ann", reason="")
     driver.let_in()
     again = Hand(store).take()
+    other = dataclasses.replace(request, **{field: CHANGES[field]})
+    before = everything(store)
     with pytest.raises(ConflictError, match="not the action that was approved"):
-        Hand(store).start(again, dataclasses.replace(request, risk="critical"))
+        Hand(store).start(again, other)
+    assert everything(store) == before
     with store.database.write() as tx, pytest.raises(apsw.ConstraintError, match="decided once"):
         tx.execute("UPDATE approvals SET status = 'rejected'")
+
+
+def test_what_nobody_was_asked_about_is_not_sent_once_a_person_has_to_be_asked(store: Store) -> None:
+    """An earlier delivery has requested it without a question: that is no approval."""
+    store.create_run(new_run(tasks=1))
+    Driver(store, "run-1").enqueue([0])
+    hand = Hand(store)
+    claim = hand.take()
+    request = effect_request(claim, idempotency="idempotent")
+    hand.start(claim, request)
+    store.rescue([(claim.fence.attempt_id, 1)], dead=[], why="died", actor="test")
+    again = hand.take()
+    before = everything(store)
+    with pytest.raises(ConflictError, match="was never approved"):
+        hand.start(again, effect_request(again, idempotency="idempotent", ask=True))
+    assert everything(store) == before
 
 
 def test_a_rejected_action_fails_its_task(store: Store) -> None:
@@ -142,10 +172,14 @@ def test_a_run_that_is_being_cancelled_takes_no_answer(store: Store) -> None:
 
 def test_a_batch_that_was_decided_before_the_answer_is_refused(store: Store) -> None:
     """Else the driver would pause a run that can move, and it would stay so for ever."""
-    _driver, _, _, approval_id = asked(store)
+    driver, _, _, approval_id = asked(store)
     revision = store.run_head("run-1")[1]
     store.resolve_approval(approval_id, approve=True, actor="ann", reason="")
-    assert store.run_head("run-1")[1] == revision + 1
+    before = everything(store)
+    batch = Batch(run_state="paused", run_reason="approval_required")
+    with pytest.raises(RunMoved, match="has changed"):
+        store.commit_batch(driver.run, batch, driver=driver.name, epoch=driver.epoch, revision=revision)
+    assert everything(store) == before
 
 
 @pytest.mark.slow

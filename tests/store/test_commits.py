@@ -56,15 +56,33 @@ def test_a_batch_of_a_former_driver_writes_nothing(store: Store, driver: Driver)
     assert everything(store) == before
 
 
+def test_a_batch_of_an_earlier_epoch_of_the_same_driver_writes_nothing(store: Store, driver: Driver) -> None:
+    """It has lost the run and taken it again: what it had decided before was decided on another state."""
+    again = Driver(store, "run-1", driver.name)
+    assert again.epoch == driver.epoch + 1
+    before = everything(store)
+    with pytest.raises(RunMoved, match="another process"):
+        driver.enqueue([0])
+    assert everything(store) == before
+
+
 def test_a_batch_of_the_same_epoch_by_another_name_writes_nothing(store: Store, driver: Driver) -> None:
     driver.name = "driver-2"
     with pytest.raises(RunMoved):
         driver.write(ending(0))
 
 
-def test_a_batch_decided_before_a_cancel_is_decided_again(store: Store, driver: Driver) -> None:
+@pytest.mark.parametrize("what", ["cancel", "pause", "withdrawn pause"])
+def test_a_batch_decided_before_a_person_has_spoken_is_decided_again(store: Store, driver: Driver, what: str) -> None:
+    if what == "withdrawn pause":
+        store.request_pause("run-1", reason="lunch", actor="cli-user")
     revision = store.run_head("run-1")[1]
-    store.request_cancel("run-1", reason="enough", actor="cli-user")
+    if what == "cancel":
+        store.request_cancel("run-1", reason="enough", actor="cli-user")
+    elif what == "pause":
+        store.request_pause("run-1", reason="lunch", actor="cli-user")
+    else:
+        assert store.withdraw_pause("run-1", actor="cli-user")
     assert store.run_head("run-1")[1] == revision + 1
     before = everything(store)
     with pytest.raises(RunMoved):

@@ -126,6 +126,13 @@ def test_nothing_starts_after_a_cancel(store: Store, hand: Hand, claim: Claim) -
     assert everything(store) == before
 
 
+def test_nothing_starts_in_a_run_that_has_ended(store: Store, hand: Hand, claim: Claim) -> None:
+    """Its driver may end it while somebody holds an attempt: nobody asks for a cancellation then."""
+    Driver(store, "run-1", "driver-2").end("failed", "task_failed")
+    assert hand.start(claim, effect_request(claim)) == StartRefused("cancel_requested")
+    assert rows(store, "SELECT 1 FROM effects") == []
+
+
 def test_nothing_starts_in_a_paused_run(store: Store, hand: Hand, claim: Claim) -> None:
     with store.database.write() as tx:
         tx.execute("UPDATE runs SET pause_requested_at = 1")

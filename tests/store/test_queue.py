@@ -8,6 +8,7 @@ from pathlib import Path
 
 import apsw
 import pytest
+from agentctl.store import holds, task_queue
 from agentctl.store.engine import Store
 from agentctl.store.errors import ConflictError, IncompatibleVersion, LeaseLost, NotFoundError, UsageError
 from agentctl.store.records import EffectEnd, StartedEffect
@@ -84,11 +85,13 @@ def test_a_private_worker_takes_from_its_run_only(store: Store) -> None:
     assert not store.has_ready("run-2")
 
 
-@pytest.mark.parametrize("how", ["cancelled", "paused", "ended"])
+@pytest.mark.parametrize("how", ["cancelled", "asked to pause", "paused", "ended"])
 def test_nothing_is_claimed_from_a_run_that_is_not_to_go_on(store: Store, how: str) -> None:
     driver = started_run(store)
     if how == "cancelled":
         store.request_cancel("run-1", reason="enough", actor="cli-user")
+    elif how == "asked to pause":
+        assert store.request_pause("run-1", reason="lunch", actor="cli-user") == ("running", None)
     elif how == "paused":
         driver.end("paused", "operator_requested")
     else:
@@ -162,6 +165,57 @@ def test_a_late_holder_is_refused_and_changes_nothing(store: Store, again: bool)
         store.release(claim, effect=None, reason="drain")
     with pytest.raises(LeaseLost):
         store.release(claim, effect=replace(end, status="requested"), reason="drain")
+    assert everything(store) == before
+
+
+ACTS = ["renew", "release", "finish", "start", "hold"]
+
+
+@pytest.mark.parametrize("part", ["delivery", "holder", "state"])
+@pytest.mark.parametrize("act", ACTS)
+def test_every_part_of_the_fence_counts(store: Store, act: str, part: str) -> None:
+    """A holder that got its own attempt back, somebody who never had it, and one that has finished already."""
+    started_run(store, tasks=1)
+    hand = Hand(store)
+    claim = hand.take()
+    store.register(process_row(hand.name))
+    if part == "delivery":
+        store.rescue([(claim.fence.attempt_id, 1)], dead=[], why="it was silent", actor="coordinator")
+        assert hand.take().fence == replace(claim.fence, delivery=2)
+    elif part == "holder":
+        claim = replace(claim, fence=replace(claim.fence, holder="worker-2"))
+    else:
+        hand.finish(claim)
+    before = everything(store)
+    if act == "renew":
+        with store.database.write() as tx:
+            assert not task_queue.renew(tx, claim.fence, lease_ms=LEASE_MS, now=1)
+    else:
+        with pytest.raises(LeaseLost):
+            if act == "release":
+                store.release(claim, effect=None, reason="drain")
+            elif act == "finish":
+                hand.finish(claim)
+            elif act == "start":
+                hand.start(claim, effect_request(claim))
+            else:
+                with store.database.write() as tx:
+                    holds.hold(tx, claim.fence, "budget", task_state="ready", units={"turns": 1}, now=1)
+    assert everything(store) == before
+
+
+def test_what_is_not_in_flight_cannot_have_been_without_dispatch(store: Store) -> None:
+    """A worker that gives back an attempt with an effect which it has confirmed before changes nothing."""
+    started_run(store, tasks=1)
+    hand = Hand(store)
+    claim = hand.take()
+    first = effect_request(claim)
+    hand.start(claim, first)
+    hand.start(claim, effect_request(claim, ordinal=2), EffectEnd(first.effect_id, "succeeded", "1", dispatch=1))
+    before = everything(store)
+    for status in ("requested", "cancelled", "failed", "succeeded", "uncertain"):
+        with pytest.raises(LeaseLost, match="no longer started"):
+            store.release(claim, effect=EffectEnd(first.effect_id, status, dispatch=1), reason="drain")
     assert everything(store) == before
 
 

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import time
+from collections.abc import Callable
+
 
 class ManualClock:
     """A clock that stands still until somebody moves it. `sleep` moves it, so no test waits for real."""
@@ -29,6 +32,12 @@ class ManualClock:
     def set_wall(self, now: int) -> None:
         """Somebody sets the clock: wall time jumps, the other clock does not."""
         self._now = now
+
+
+def over_when(condition: Callable[[], bool]) -> Callable[[], float]:
+    """A clock that stands still until something is so, and jumps then: what is limited in time has come so far for
+    sure, however slow the machine. Afterwards it goes on, for those whose time begins only then."""
+    return lambda: 1e9 + time.monotonic() if condition() else 0.0
 
 
 class FixedIds:

@@ -15,6 +15,7 @@ from agentctl.store.errors import TaskFault
 from agentctl.store.policy import Policy
 from agentctl.worker.effects import EffectContext, EffectOutcome, Work, prepare
 from agentctl.worker.watch import Token
+from support.clock import over_when
 from support.effects import error_of, execute, planned
 
 pytestmark = pytest.mark.usefixtures("subreaper")
@@ -73,7 +74,8 @@ Extension = Callable[..., EffectOutcome]
 
 @pytest.fixture
 def extension(tmp_path: Path, effect: str) -> Extension:
-    """Run an extension: `extension(handshake code, invoke code, given, **action fields)`."""
+    """Run an extension: `extension(handshake code, invoke code, given, **action fields)`. With `over`, its time is over
+    when it has been called like that."""
 
     def run(
         handshake: str = "print(json.dumps(told))",
@@ -81,6 +83,7 @@ def extension(tmp_path: Path, effect: str) -> Extension:
         given: Any = None,
         token: Token | None = None,
         said: dict[str, Any] | None = None,
+        over: str = "",
         **action: Any,
     ) -> EffectOutcome:
         text = PROGRAM.format(
@@ -91,13 +94,15 @@ def extension(tmp_path: Path, effect: str) -> Extension:
         )
         (tmp_path / "double.py").write_text(text)
         plan = planned(work(tmp_path, {"n": 21} if given is None else given, **action))
-        return execute(plan, EffectContext(effect, token or Token(), time.monotonic))
+        monotonic = over_when(lambda: over in calls(tmp_path)) if over else time.monotonic
+        return execute(plan, EffectContext(effect, token or Token(), monotonic))
 
     return run
 
 
 def calls(base: Path) -> list[str]:
-    return [line.removeprefix("--agentctl-") for line in (base / "ledger").read_text().splitlines()]
+    ledger = base / "ledger"
+    return [line.removeprefix("--agentctl-") for line in ledger.read_text().splitlines()] if ledger.exists() else []
 
 
 def test_the_output_of_the_extension_as_it_is(extension: Extension, tmp_path: Path) -> None:
@@ -163,7 +168,7 @@ def test_any_problem_of_the_handshake_is_a_definite_failure(
 
 
 def test_a_handshake_that_takes_too_long(extension: Extension, tmp_path: Path) -> None:
-    outcome = extension("time.sleep(60)", timeoutSeconds=1)
+    outcome = extension("time.sleep(60)", timeoutSeconds=1, over="handshake")
     assert (outcome.status, error_of(outcome)["code"]) == ("failed", "process_timeout")
     assert calls(tmp_path) == ["handshake"]
 
@@ -194,7 +199,7 @@ def test_any_problem_after_the_call_leaves_it_uncertain(
 
 
 def test_a_call_that_takes_too_long(extension: Extension) -> None:
-    outcome = extension(invoke="time.sleep(60)", timeoutSeconds=2)
+    outcome = extension(invoke="time.sleep(60)", timeoutSeconds=1, over="invoke")
     assert (outcome.status, error_of(outcome)["code"]) == ("uncertain", "process_timeout")
 
 

@@ -495,11 +495,11 @@ def test_a_write_shows_its_diff_only_when_asked(base: Path) -> None:
 def test_large_texts_are_compared_in_bounded_time() -> None:
     before = "".join(f"a{i % 7}\n" for i in range(200_000))
     after = "".join(f"a{i % 5}\n" for i in range(200_000))
-    started = time.monotonic()
+    started = time.thread_time()
     assert files.unified_diff("f", before, after).count("\n") > 200_000
     worst = "x\n" * 1999
     files.unified_diff("f", "p\n" + worst + "q\n", "r\n" + worst + "s\n")
-    assert time.monotonic() - started < 10
+    assert time.thread_time() - started < 10
 
 
 # -- memory -------------------------------------------------------------------------------------------------

@@ -27,6 +27,7 @@ from agentctl.worker.network import (
     tls_context,
 )
 from agentctl.worker.watch import Token
+from support.children import PATIENCE
 from support.model_server import ModelServer, Play, closed_port, model_server
 
 
@@ -162,7 +163,7 @@ def test_a_token_ends_the_wait_for_an_answer(server: ModelServer) -> None:
     with pytest.raises(transport.Cancelled):
         post(server.url, policy("127.0.0.1"), guard=guard(token))
     canceller.join()
-    assert server.gone.wait(10)
+    assert server.gone.wait(PATIENCE)
 
 
 def test_a_token_ends_a_lookup_that_does_not_answer() -> None:

@@ -18,6 +18,8 @@ from agentctl.worker.effects.secret_values import resolve_secret
 from agentctl.worker.providers import Call, ModelRequest, ModelResponse, ProviderFault, ToolSpec, Usage
 from agentctl.worker.providers.registry import provider_for
 from agentctl.worker.watch import Token
+from support.children import PATIENCE
+from support.clock import over_when
 from support.model_server import ModelServer, Play, closed_port, model_server
 
 KINDS = ("openai", "azure_openai", "openai_compatible", "anthropic", "google")
@@ -77,8 +79,14 @@ def request_of(**changes: Any) -> ModelRequest:
     return replace(ModelRequest("model-1", "Be brief.", asked), **changes)
 
 
-def call_of(token: Token, *, seconds: float = 30.0, on_event: Callable[[Any], None] | None = None) -> Call:
-    return Call(token, seconds, "e" * 64, time.monotonic, on_event)
+def call_of(
+    token: Token,
+    *,
+    seconds: float = 30.0,
+    on_event: Callable[[Any], None] | None = None,
+    monotonic: Callable[[], float] = time.monotonic,
+) -> Call:
+    return Call(token, seconds, "e" * 64, monotonic, on_event)
 
 
 def complete(kind: str, server: ModelServer, token: Token, request: ModelRequest | None = None) -> ModelResponse:
@@ -86,9 +94,9 @@ def complete(kind: str, server: ModelServer, token: Token, request: ModelRequest
     return response
 
 
-def fault_of(kind: str, url: str, token: Token, *, seconds: float = 30.0, **more: Any) -> ProviderFault:
+def fault_of(kind: str, url: str, token: Token, **more: Any) -> ProviderFault:
     with pytest.raises(ProviderFault) as caught:
-        provider(kind, url, **more).complete(request_of(tools=(LOOK,)), call_of(token, seconds=seconds))
+        provider(kind, url, **more).complete(request_of(tools=(LOOK,)), call_of(token))
     assert KEY not in caught.value.message
     return caught.value
 
@@ -444,9 +452,12 @@ def test_a_failed_response_is_a_refusal(server: ModelServer, token: Token) -> No
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_timeout_after_sending_is_uncertain(kind: str, server: ModelServer, token: Token) -> None:
     server.plays(Play(gate=threading.Event()))
-    fault = fault_of(kind, server.url, token, seconds=0.3)
+    over = over_when(lambda: server.count == 1)  # a limit that is over before the sending is no such case
+    with pytest.raises(ProviderFault) as caught:
+        provider(kind, server.url).complete(request_of(tools=(LOOK,)), call_of(token, seconds=0.3, monotonic=over))
+    fault = caught.value
     assert (fault.code, fault.sent, fault.retryable) == ("provider_timeout", "unknown", False)
-    assert server.gone.wait(10), "the connection was not closed"
+    assert server.gone.wait(PATIENCE), "the connection was not closed"
     assert server.count == 1
 
 
@@ -461,7 +472,7 @@ def test_a_cancel_closes_the_connection(kind: str, where: str, server: ModelServ
     canceller.join()
     assert (fault.code, fault.sent) == ("provider_cancelled", "unknown")
     assert "cancel_requested" in fault.message
-    assert server.gone.wait(10), "the connection was not closed"
+    assert server.gone.wait(PATIENCE), "the connection was not closed"
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -608,7 +619,7 @@ def test_a_stream_that_is_cancelled_midway_is_closed(kind: str, server: ModelSer
             request_of(), call_of(token, on_event=lambda event: token.cancel("cancel_requested"))
         )
     assert (caught.value.code, caught.value.sent) == ("provider_cancelled", "unknown")
-    assert server.gone.wait(10)
+    assert server.gone.wait(PATIENCE)
 
 
 def test_a_reader_that_fails_ends_the_call(server: ModelServer, token: Token) -> None:
@@ -619,7 +630,7 @@ def test_a_reader_that_fails_ends_the_call(server: ModelServer, token: Token) ->
 
     with pytest.raises(OSError, match="disk"):
         provider("openai", server.url).complete(request_of(), call_of(token, on_event=fail))
-    assert server.gone.wait(10), "the connection was not closed"
+    assert server.gone.wait(PATIENCE), "the connection was not closed"
 
 
 def test_nothing_of_a_call_stays_open(server: ModelServer, token: Token) -> None:
