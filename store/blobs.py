@@ -48,8 +48,17 @@ _READ = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
 _numbers = itertools.count(1)
 
 
+SYNC_BYTES = 128 << 20
+"""After so many bytes a copy is synced: one sync of all of it at the end might take minutes without a sign of life."""
+
+
 class Interrupted(Exception):
     """Somebody wants the writer to stop; nothing was kept."""
+
+
+def never() -> bool:
+    """Nobody asks to stop."""
+    return False
 
 
 @dataclass(frozen=True, slots=True)
@@ -230,37 +239,40 @@ class Blobs:
         Raises OSError, `Interrupted` as soon as `stopped()`, and `TaskFault` (`artifact_changed`) when the file has
         more or fewer bytes: somebody is still writing it.
         """
-        return self._stage(lambda: _pieces_of(descriptor, size, stopped))
+        return self._stage(lambda: _pieces_of(descriptor, size, stopped), stopped)
 
-    def _stage(self, pieces: Callable[[], Iterator[memoryview]]) -> Staged:
+    def _stage(self, pieces: Callable[[], Iterator[memoryview]], stopped: Callable[[], bool] = never) -> Staged:
         self._make()
         path = self._tmp / f"{writer_name()}.{next(_numbers)}"
         descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
         try:
             try:
-                hasher, size = sha256(), 0
+                hasher, size, synced = sha256(), 0, 0
                 for piece in pieces():
                     hasher.update(piece)
                     size += len(piece)
                     while piece:
                         piece = piece[os.write(descriptor, piece) :]
+                    if size - synced >= SYNC_BYTES:
+                        os.fdatasync(descriptor)
+                        synced = size
                 os.fchmod(descriptor, 0o400)
                 os.fsync(descriptor)
             finally:
                 os.close(descriptor)
             digest = PREFIX + hasher.hexdigest()
-            return Staged(path, digest, size, self._damaged(digest, size))
+            return Staged(path, digest, size, self._damaged(digest, size, stopped))
         except BaseException:
             self.discard(path)
             raise
 
-    def _damaged(self, digest: str, size: int) -> int | None:
+    def _damaged(self, digest: str, size: int, stopped: Callable[[], bool]) -> int | None:
         """The inode of a blob that is there already and does not hold what its name says."""
         try:
             found = os.lstat(self.path_of(digest)).st_ino
         except FileNotFoundError:
             return None
-        return None if self.check(digest, size) == "ok" else found
+        return None if self._check(self.path_of(digest), digest, size, stopped) == "ok" else found
 
     @staticmethod
     def discard(path: Path) -> None:
@@ -329,7 +341,7 @@ class Blobs:
         return False
 
     @staticmethod
-    def _check(path: Path, digest: str, size: int | None) -> str:
+    def _check(path: Path, digest: str, size: int | None, stopped: Callable[[], bool] = never) -> str:
         try:
             descriptor = os.open(path, _READ)
         except FileNotFoundError:
@@ -341,7 +353,7 @@ class Blobs:
             if not stat.S_ISREG(found.st_mode) or (size is not None and found.st_size != size):
                 return "corrupt"
             hasher = sha256()
-            for piece in _pieces_of(descriptor, None, lambda: False):
+            for piece in _pieces_of(descriptor, None, stopped):
                 hasher.update(piece)
         except OSError:
             return "unreadable"

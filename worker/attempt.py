@@ -373,7 +373,8 @@ class AttemptRunner:
         from .ingestion import Ingestion
 
         limit = self.settings(claim.run_id).policy.max_artifact_bytes
-        kept = Ingestion(self._store, self._faults, self._token).run(claim, keeps, ending.effect, limit)
+        ingestion = Ingestion(self._store, self._faults, self._token, self._token.moves)
+        kept = ingestion.run(claim, keeps, ending.effect, limit)
         effect = None if kept.confirmed else ending.effect
         if isinstance(kept.answer, AttemptHeld):
             return Ending(None, held=True)

@@ -51,11 +51,13 @@ class _Source:
 class Ingestion:
     """Ingests for one worker."""
 
-    def __init__(self, store: Store, faults: Faults, token: CancelToken) -> None:
+    def __init__(self, store: Store, faults: Faults, token: CancelToken, moves: Callable[[], None]) -> None:
+        """`moves` is called again and again while bytes are read: however long that takes, it is no hang."""
         self._store = store
         self._artifacts = store.artifacts
         self._faults = faults
         self._token = token
+        self._moves = moves
 
     def run(self, claim: Claim, keeps: Keeps, effect: EffectEnd | None, limit: int) -> Ingested:
         """Store what is to be kept. `effect` is the end of the effect, unless it is recorded; `limit` the largest size.
@@ -100,6 +102,10 @@ class Ingestion:
             self._discard(staged)
         self._faults.reach("after_ingestion")
         return Ingested(True, answer=overdrawn)
+
+    def _stopped(self) -> bool:
+        self._moves()
+        return self._token.cancelled
 
     def _discard(self, staged: list[tuple[str, Staged]]) -> None:
         for _, item in staged:
@@ -147,9 +153,9 @@ class Ingestion:
         def stage() -> Staged:
             descriptor = open_found(item, declared)
             try:
-                if holds_secret(descriptor, item.size):
+                if holds_secret(descriptor, item.size, self._stopped):
                     raise TaskFault("artifact_secret", "it holds a secret of this run, and nothing keeps a copy of one")
-                staged = self._artifacts.blobs.stage_file(descriptor, item.size, lambda: self._token.cancelled)
+                staged = self._artifacts.blobs.stage_file(descriptor, item.size, self._stopped)
             except TaskFault as fault:
                 raise TaskFault(fault.code, f"{item.path!r}: {fault.args[0]}", details={"path": item.path}) from fault
             else:

@@ -13,7 +13,7 @@ import logging
 import os
 import re
 import threading
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any, Final, TypeAlias
 from urllib.parse import quote
 
@@ -185,8 +185,13 @@ class _Known:
 known: Final = _Known()
 
 
-def holds_secret(descriptor: int, size: int) -> bool:
-    """Whether an open file holds a known secret of at least `MIN_ENCODED` bytes, in any form. Its position stays."""
+def holds_secret(descriptor: int, size: int, stopped: Callable[[], bool]) -> bool:
+    """Whether an open file holds a known secret of at least `MIN_ENCODED` bytes, in any form. Its position stays.
+
+    Raises `Interrupted` as soon as `stopped()`.
+    """
+    from agentctl.store.blobs import Interrupted
+
     wanted = known.redactor.long_forms()
     if not wanted:
         return False
@@ -195,6 +200,8 @@ def holds_secret(descriptor: int, size: int) -> bool:
         piece = os.pread(descriptor, min(PIECE_BYTES, size - offset), offset)
         if not piece:
             return False
+        if stopped():
+            raise Interrupted
         window = rest + piece
         if any(form in window for form in wanted):
             return True

@@ -36,6 +36,8 @@ class Token:
         self._fd = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         self._stop_fd = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         self._reason: str | None = None
+        self.steps = 0
+        """How often what runs has told that it moves (see `moves`)."""
 
     def fileno(self) -> int:
         return self._fd
@@ -53,6 +55,10 @@ class Token:
         if self._reason is None:
             self._reason = reason
             os.eventfd_write(self._fd, 1)
+
+    def moves(self) -> None:
+        """What runs beyond the limit of its attempt tells that it does not hang: it stores large artifacts, say."""
+        self.steps += 1
 
     def announce_stop(self) -> None:
         """This worker was told to stop by a signal. What runs may finish; safe to call from a signal handler."""
@@ -106,6 +112,8 @@ class Watch:
         self._parked.set()
         self._nudge = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         self._told_drain = False
+        self._moved = (0, 0.0)
+        """The last step that was seen, and when (monotonic seconds)."""
         self._thread = start_quiet_thread(self._run, "watch")
 
     def begin(self, claim: Claim) -> None:
@@ -181,7 +189,9 @@ class Watch:
         if self.hard_at is not None and now >= self.hard_at:
             self.forced = True
             self._cancel(current, "drain")
-        if now > started + claim.timeout_ms / 1000 + self._timing.grace:
+        if self.token.steps != self._moved[0]:
+            self._moved = (self.token.steps, now)
+        if now > max(started + claim.timeout_ms / 1000, self._moved[1]) + self._timing.grace:
             log.error("attempt %d of %s hangs beyond its limit; this worker ends", claim.number, claim.task_id)
             os._exit(HANG_EXIT_CODE)
         cancelled, _, deadline = store.stop_signals(claim.run_id)
