@@ -94,7 +94,8 @@ def run_in_foreground(
 
     Uses live workers if there are any, else a private pool of `workers` (default: what `maxConcurrency` and the
     machine's processors allow). SIGINT, SIGTERM and the end of `timeout` cancel the run; this returns when that is
-    done: whether a signal has come.
+    done: whether a signal has come. With `resume`, a signal that comes while another process drives it from the
+    beginning on leaves it alone, as with `wait` (contract row 26): raises `KeyboardInterrupt`.
     """
     try:
         return _Foreground(path, run_id, workers, on_change, plan, timeout).run(resume)
@@ -134,6 +135,7 @@ class _Foreground:
         self._report = on_change
         self._reported = 0.0
         self._cancelled = False
+        self._looks_on = False
         self._supervisor: Supervisor | None = None
         self._without_workers: float | None = None
         self._next_worker_check = 0.0
@@ -151,6 +153,7 @@ class _Foreground:
         )
 
     def run(self, resume: bool) -> bool:
+        self._looks_on = resume
         try:
             while True:
                 run = self._store.get_run(self._run_id)
@@ -160,6 +163,7 @@ class _Foreground:
                 if self._may_take(run) and self._coordinator.take(
                     run, resume=resume, plan=self._plan, actor="cli-user", trace_id=trace_id
                 ):
+                    self._looks_on = False
                     self._drive(run)
                 else:
                     self._follow()
@@ -198,6 +202,8 @@ class _Foreground:
     def _follow(self) -> None:
         """Somebody else drives the run: wait until it has ended or its driver is gone."""
         while True:
+            if self._looks_on and self._stop.received:
+                raise KeyboardInterrupt
             self._obey_signals()
             self._tell()
             run = self._store.get_run(self._run_id)

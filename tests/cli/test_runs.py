@@ -7,12 +7,14 @@ import json
 import os
 import pty
 import signal
+import sqlite3
 import struct
 import subprocess
 import sys
 import termios
 import threading
 from collections.abc import Callable, Iterator
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -252,6 +254,23 @@ def test_resume_drives_a_run_that_nobody_drives(cli: Any) -> None:
     run_id = cli.json("submit", "hello.yaml").data["runId"]
     result = cli.json("resume", run_id)
     assert (result.code, result.data["state"], result.data["runId"]) == (0, "succeeded", run_id)
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_who_resumes_what_a_pool_drives_looks_on_like_wait(cli: Any, pool: Any, number: signal.Signals) -> None:
+    run_id = cli.json("submit", "shell.yaml", "--input", script("until test -e go; do sleep 0.1; done")).data["runId"]
+    until(lambda: cli.json("status", run_id).data["driver"] is not None)
+    process = cli.start("resume", run_id)
+    with closing(sqlite3.connect(cli.database)) as database:
+        follows = "SELECT COUNT(*) FROM processes WHERE kind = 'run' AND stopped_at IS NULL"
+        until(lambda: database.execute(follows).fetchone() == (1,))
+    process.send_signal(number)
+    _, err = process.communicate(timeout=30)
+    assert (process.returncode, err) == (130, "")
+    status = cli.json("status", run_id).data
+    assert (status["state"], status["cancelRequestedAt"]) == ("running", None)
+    cli.write("go", "")
+    assert cli.json("wait", run_id).data["state"] == "succeeded"
 
 
 def test_an_idempotency_key_gives_the_same_run_back(cli: Any) -> None:
