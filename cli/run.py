@@ -406,8 +406,8 @@ def resume(
 ) -> None:
     """Go on with a run that is paused or that nobody drives, and wait for its end.
 
-    A run that is driven elsewhere is followed, and Ctrl-C then leaves it alone, as with `wait`; a request to pause it is
-    taken back. The stored plan is used, never the file. Exit like `run`.
+    A run that is driven elsewhere is followed, and Ctrl-C then leaves it alone, as with `wait`; a request to pause it
+    is taken back. The stored plan is used, never the file. Exit like `run`.
     """
     with closing(open_store(settings)) as store:
         views = views_of(store)
