@@ -295,9 +295,9 @@ class Agent(Part):
     model: Text = Field(description="Model name as the provider spells it.")
     description: str | None = Field(default=None, description="For people.")
     instructions: Text | None = Field(default=None, description="System text; or use instructionsFile.")
-    instructions_file: SystemText | None = Field(default=None, description="File with the system text.")
+    instructions_file: Text | None = Field(default=None, description="File with the system text.")
     vars: Variables = Field(default_factory=dict, description="Variables of tasks that use this agent.")
-    vars_files: list[SystemText] = Field(default_factory=list, description="Files with variables, the later one wins.")
+    vars_files: list[Text] = Field(default_factory=list, description="Files with variables, the later one wins.")
     tools: Annotated[list[Text], AfterValidator(_unique)] = Field(
         default_factory=list, description="Names of entries of spec.tools that the model may call."
     )
@@ -589,7 +589,7 @@ class Task(Part):
         "A task whose output it reads stands in needs.",
     )
     vars: Variables = Field(default_factory=dict, description="Variables of this task; templates are rendered once.")
-    vars_files: list[SystemText] = Field(
+    vars_files: list[Text] = Field(
         default_factory=list, description="Files with variables of this task, the later one wins; data."
     )
     with_: JsonMap = Field(
@@ -861,7 +861,7 @@ class OutputOptions(Part):
 class Spec(Part):
     """What the workflow does."""
 
-    vars_files: list[SystemText] = Field(default_factory=list, description="Files with variables, the later one wins.")
+    vars_files: list[Text] = Field(default_factory=list, description="Files with variables, the later one wins.")
     vars: Variables = Field(default_factory=dict, description="Variables of all tasks; values are data.")
     inputs: JsonMap = Field(default_factory=dict, description="Defaults of run inputs; a run wins key by key.")
     outputs: JsonMap = Field(default_factory=dict, description="Templates of the run's output.")
