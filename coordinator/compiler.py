@@ -320,8 +320,9 @@ class _Compiler:
             self.report(error.code, message, (*path, *error.path), help=error.help)
             return source
         assert source.fanout is not None
+        of_task = {*task.vars, *self.captured.of_files(path), *self.given}
         for name in source.fanout.names:
-            if name in own or name in self.given or name in task.vars:
+            if name in of_task:
                 place = (*path, "vars", name) if name in task.vars else (*path, source.fanout.kind)
                 self.report(
                     "schema_violation",
@@ -329,6 +330,9 @@ class _Compiler:
                     place,
                     key=True,
                 )
+        # What an expansion binds is of the task, so it wins over what the agent has under that name.
+        source.vars = {name: value for name, value in own.items() if name not in source.fanout.names}
+        source.data_vars = tuple(name for name in data if name not in source.fanout.names)
         return source
 
     def in_call(self, namespace: Namespace | None) -> str:

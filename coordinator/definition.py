@@ -115,7 +115,21 @@ def _short_argument(value: str) -> str:
     return value
 
 
+def _no_zero_byte(value: str) -> str:
+    if "\0" in value:
+        raise problem("contains a zero byte, which no path, argument or variable can", help="remove the \\0")
+    return value
+
+
+def _variable_names(value: dict[str, SecretReference]) -> dict[str, SecretReference]:
+    for name in value:
+        if not name or "=" in name or "\0" in name:
+            raise problem(f"{name!r} cannot name a variable", at=(name,), help="letters, digits and _")
+    return value
+
+
 Text = Annotated[str, Field(min_length=1)]
+SystemText = Annotated[str, Field(min_length=1), AfterValidator(_no_zero_byte)]
 SchemaValue = Annotated[Any, AfterValidator(_schema_shape), WithJsonSchema({"type": ["object", "boolean", "null"]})]
 RequiredSchema = Annotated[Any, AfterValidator(_present_schema), WithJsonSchema({"type": ["object", "boolean"]})]
 Items = Annotated[
@@ -157,10 +171,12 @@ ActionKind = Literal[
 class SecretProcess(Part):
     """A command that prints a secret."""
 
-    command: Text = Field(description="Program whose standard output is the secret; its basename must be allowlisted.")
-    args: list[Annotated[str, Field(max_length=MAX_ARGUMENT), AfterValidator(_short_argument)]] = Field(
-        default_factory=list, max_length=64, description="Arguments of the program."
+    command: SystemText = Field(
+        description="Program whose standard output is the secret; its basename must be allowlisted."
     )
+    args: list[
+        Annotated[str, Field(max_length=MAX_ARGUMENT), AfterValidator(_short_argument), AfterValidator(_no_zero_byte)]
+    ] = Field(default_factory=list, max_length=64, description="Arguments of the program.")
     timeout_seconds: int = Field(default=5, ge=1, le=60, description="Time limit in seconds.")
     output_limit_bytes: int = Field(default=16_384, ge=1, le=65_536, description="Most bytes that are read.")
 
@@ -173,7 +189,7 @@ class SecretReference(Part):
     env: Annotated[str, Field(pattern=r"^[A-Za-z_][A-Za-z0-9_]*$")] | None = Field(
         default=None, description="Name of an environment variable."
     )
-    file: Text | None = Field(default=None, description="Path of a file below policy.secretFileRoots.")
+    file: SystemText | None = Field(default=None, description="Path of a file below policy.secretFileRoots.")
     process: SecretProcess | None = Field(default=None, description="A command that prints the secret.")
 
     @model_validator(mode="after")
@@ -227,7 +243,7 @@ class Provider(Part):
     credential: SecretReference | None = Field(default=None, description="Where the API key comes from.")
     api_version: Text | None = Field(default=None, description="Version that the service expects in requests.")
     headers: HeaderMap = Field(default_factory=dict, description="Extra request headers by name.")
-    script: Text | None = Field(
+    script: SystemText | None = Field(
         default=None, description="File in the workspace with the answers that a provider of kind fake plays."
     )
 
@@ -347,10 +363,12 @@ class Action(Part):
     idempotency: Idempotency | None = Field(
         default=None, description="What happens when the effect is done twice (mcp.call, processes)."
     )
-    command: Text | None = Field(default=None, description="Program to start, without a shell (processes).")
-    args: list[str] = Field(default_factory=list, description="Arguments of the program (processes).")
-    cwd: Text | None = Field(default=None, description="Working directory inside the workspace (processes).")
-    env: SecretMap = Field(
+    command: SystemText | None = Field(default=None, description="Program to start, without a shell (processes).")
+    args: list[Annotated[str, AfterValidator(_no_zero_byte)]] = Field(
+        default_factory=list, description="Arguments of the program (processes)."
+    )
+    cwd: SystemText | None = Field(default=None, description="Working directory inside the workspace (processes).")
+    env: Annotated[SecretMap, AfterValidator(_variable_names)] = Field(
         default_factory=dict, description="Environment variables from secret references (processes)."
     )
     timeout_seconds: Seconds | None = Field(default=None, description="Time limit; before that of the task, seconds.")
@@ -373,7 +391,7 @@ class Action(Part):
     parse: Literal["json"] | None = Field(
         default=None, description="json: standard output becomes output.json (builtin.shell.exec)."
     )
-    artifacts: list[Text] = Field(
+    artifacts: list[SystemText] = Field(
         default_factory=list, description="Paths or globs that are stored after success (builtin.shell.exec)."
     )
 
@@ -658,13 +676,15 @@ class Network(Part):
 class Policy(Part):
     """What effects may do. The defaults allow no write, no process and no network."""
 
-    workspace_root: Text = Field(default=".", description="Root of all paths, relative to the workflow's folder.")
-    writable_roots: list[Text] = Field(default_factory=list, description="Folders for writes; empty: no write at all.")
+    workspace_root: SystemText = Field(default=".", description="Root of all paths, relative to the workflow's folder.")
+    writable_roots: list[SystemText] = Field(
+        default_factory=list, description="Folders for writes; empty: no write at all."
+    )
     environment_allowlist: list[Text] = Field(default_factory=list, description="Names that a process may get.")
     network_allowlist: list[Text] = Field(default_factory=list, description="Hosts: exact, or *.suffix; empty: none.")
     network: Network = Field(default_factory=Network, description="Rules for connections.")
     process_allowlist: list[Text] = Field(default_factory=list, description="Basenames of programs that may start.")
-    secret_file_roots: list[Text] = Field(default_factory=list, description="Folders for file secrets.")
+    secret_file_roots: list[SystemText] = Field(default_factory=list, description="Folders for file secrets.")
     secret_process_allowlist: list[Text] = Field(default_factory=list, description="Basenames for process secrets.")
     providers: list[Text] = Field(default_factory=list, description="Providers that may be used; empty: all.")
     tools_allow: list[Text] = Field(default_factory=list, description="Policy names that may be used; empty: all.")

@@ -29,6 +29,10 @@ Rename: TypeAlias = "Callable[[Ref], str | None]"
 _OPERATORS = ("==", "!=", "<=", ">=", "<", ">")
 _SEGMENT = re.compile(r"[A-Za-z0-9_-]+")
 _ROOTS = ("inputs", "vars", "memory")
+MAX_TEXT = 32 << 20
+"""Longest text that is put together of several values, in characters. It is measured before it is made: a value of many
+megabytes may stand in it a thousand times."""
+
 _SHOWN = 200
 """Most characters of an expression in a message; all of it is in the details."""
 
@@ -335,7 +339,12 @@ def _compile_text(text: str) -> tuple[Evaluate | None, frozenset[Ref]]:
         pieces.append(text[position:])
 
     def join(scope: Scope) -> str:
-        return "".join([piece if type(piece) is str else piece(scope) for piece in pieces])  # type: ignore[operator]
+        parts: list[str] = [piece if type(piece) is str else piece(scope) for piece in pieces]  # type: ignore[operator]
+        length = sum(map(len, parts))
+        if length > MAX_TEXT:
+            message = f"a text would have {length:,} characters, {MAX_TEXT:,} are possible; large data belongs in files"
+            raise TemplateError("unsupported", message, text[:_SHOWN])
+        return "".join(parts)
 
     return join, frozenset(references)
 

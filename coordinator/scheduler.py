@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from agentctl.store.canonical import canonical, loads, nests_deeper, text_digest
+from agentctl.store.canonical import canonical, least_length, loads, nests_deeper, text_digest
 from agentctl.store.clock import DAY_MS
 from agentctl.store.compensations import MAPPING
 from agentctl.store.engine import BATCH_BYTES, BATCH_RESULTS, RunSnapshot
@@ -554,6 +554,7 @@ class Scheduler:
         scope = Scope(inputs=self.inputs, vars=_EMPTY, memory=memory_values, tasks=self._outputs)
         renderer = self.index.variables(position)
         own = renderer(scope) if renderer is not None else _EMPTY
+        _refuse_long(least_length(own), MAX_INPUT_CHARACTERS, "its variables")
         scope.vars = {**self.index.plan.vars, **own} if own else self.index.plan.vars
         return snapshot, scope, own
 
@@ -598,6 +599,7 @@ class Scheduler:
                 text = self._aggregate(position)
             else:
                 rendered = self.index.input(position)(scope)
+                _refuse_long(least_length(rendered), MAX_INPUT_CHARACTERS, "the input")
                 rendered_text = _shallow(_bounded(canonical(rendered), MAX_INPUT_CHARACTERS, "the input"))
                 said = self._instructions(position, scope)
                 digest = self._input_digest(position, _told(rendered_text, said), own, snapshot)
@@ -615,7 +617,7 @@ class Scheduler:
                     what = _CONTRACTS.get(task.uses_kind, "the output does not fit outputSchema")
                     raise TaskFault("output_contract", f"{what}: {problem}")
             self._final(position, "succeeded", text, None, batch, origin, input_digest=digest, decision=decision)
-        except (TaskFault, MemoryError) as raised:
+        except (TaskFault, MemoryError, RecursionError) as raised:
             fault = _fault_of(raised)
             error = fault.as_json()
             if self._check is not None and not self._check.is_certain(position, error, because=because):
@@ -806,7 +808,7 @@ class Scheduler:
         if self.stopping is None:
             try:
                 output = self._run_output()
-            except (TaskFault, MemoryError) as raised:
+            except (TaskFault, MemoryError, RecursionError) as raised:
                 problem = _fault_of(raised)
         if failed:
             first = failed[0]
@@ -840,7 +842,9 @@ class Scheduler:
             )
             if self._check is not None:
                 return canonical(self._check.run_output(self.index.plan.outputs, scope))
-            return _bounded(canonical(self.index.outputs(scope)), MAX_AGGREGATE_CHARACTERS, "the output of the run")
+            output = self.index.outputs(scope)
+            _refuse_long(least_length(output), MAX_AGGREGATE_CHARACTERS, "the output of the run")
+            return _bounded(canonical(output), MAX_AGGREGATE_CHARACTERS, "the output of the run")
         missing = [p for p, digest in enumerate(self.digest) if digest is not None and p not in self._text]
         if missing:
             self._fetch(missing)
@@ -890,13 +894,17 @@ class _FinalMemory(Mapping[str, Any]):
 
 
 def _bounded(text: str, most: int, what: str) -> str:
-    if len(text) > most:
+    _refuse_long(len(text), most, what)
+    return text
+
+
+def _refuse_long(length: int, most: int, what: str) -> None:
+    if length > most:
         raise TaskFault(
             "too_large",
-            f"{what} would have {len(text):,} characters as JSON, {most:,} are possible; large data belongs in files",
-            details={"characters": len(text), "limit": most},
+            f"{what} would have {length:,} characters as JSON, {most:,} are possible; large data belongs in files",
+            details={"characters": length, "limit": most},
         )
-    return text
 
 
 def _shallow(text: str) -> str:
@@ -909,9 +917,11 @@ def _shallow(text: str) -> str:
     return text
 
 
-def _fault_of(raised: TaskFault | MemoryError) -> TaskFault:
+def _fault_of(raised: TaskFault | MemoryError | RecursionError) -> TaskFault:
     if isinstance(raised, TaskFault):
         return raised
+    if isinstance(raised, RecursionError):
+        return TaskFault("too_large", "its values nest too deep to be read")
     # The frames hold what was being made, and saying so needs memory as well.
     raised.__traceback__ = None
     return TaskFault("too_large", "there is not enough memory for its values; large data belongs in files")

@@ -127,6 +127,33 @@ def check_value(value: Any, *, max_depth: int = MAX_DEPTH) -> None:
     canonical(value)
 
 
+def least_length(value: Any) -> int:
+    """How long the canonical text of a value is at least (exactly, but for escapes and numbers).
+
+    What stands in many places of it is looked at once, so that this costs little where the text would not fit into
+    memory.
+    """
+    return _least_length(value, {})
+
+
+def _least_length(value: Any, known: dict[int, int]) -> int:
+    kind = type(value)
+    if kind is str:
+        return len(value) + 2
+    if kind is not dict and kind is not list:
+        return 1
+    length = known.get(id(value))
+    if length is None:
+        if not value:
+            length = 2
+        elif kind is dict:
+            length = 1 + sum([len(key) + 4 + _least_length(item, known) for key, item in value.items()])
+        else:
+            length = 1 + sum([1 + _least_length(item, known) for item in value])
+        known[id(value)] = length
+    return length
+
+
 _BRACKETS = bytes.maketrans(b"[]", b"{}")
 _NO_BRACKETS = bytes(set(range(256)) - set(b'[]{}"'))
 

@@ -459,6 +459,36 @@ def test_what_just_fits_into_an_input_is_no_fault(table: Bench, monkeypatch: pyt
     assert (length, limit) == (101, 100)
 
 
+@pytest.mark.parametrize("place", ["with", "vars", "outputs"])
+def test_what_would_be_too_large_is_never_made(table: Bench, monkeypatch: pytest.MonkeyPatch, place: str) -> None:
+    made: list[int] = []
+
+    def measured(value: Any) -> str:
+        made.append(len(canonical(value)))
+        return canonical(value)
+
+    monkeypatch.setattr(f"{SCHEDULER}.canonical", measured)
+    monkeypatch.setattr(f"{SCHEDULER}.MAX_INPUT_CHARACTERS", 5000)
+    monkeypatch.setattr(f"{SCHEDULER}.MAX_AGGREGATE_CHARACTERS", 5000)
+    many = "[" + ", ".join(["'${{ inputs.n }}'"] * 100) + "]"
+    task, outputs = ("", f"{{x: {many}}}") if place == "outputs" else (f", {place}: {{x: {many}}}", "{y: 1}")
+    spec = f"  inputs: {{n: 0}}\n  tasks:\n    - {{id: a, uses: action:set{task}}}\n  outputs: {outputs}\n"
+    assert table.run(ACTIONS + spec).state == "succeeded"
+    _, length, limit = fault(table.run(ACTIONS + spec, {"n": ["x" * 1000]}), None if place == "outputs" else "a")
+    assert limit == 5000 < 100_000 < length
+    assert max(made) < 2000
+
+
+def test_a_text_that_would_be_too_long_is_never_made(table: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("agentctl.coordinator.expressions.MAX_TEXT", 5000)
+    text = "${{ inputs.n }}" * 6
+    spec = ACTIONS + f"  inputs: {{n: ''}}\n  tasks:\n    - {{id: a, uses: action:set, with: {{x: '{text}'}}}}\n"
+    assert table.run(spec, {"n": "x" * 833}).state == "succeeded"
+    done = table.run(spec, {"n": "x" * 834})
+    assert (done.state, done.error["code"]) == ("failed", "template_error")
+    assert "5,004 characters" in done.error["message"]
+
+
 def test_an_aggregate_that_is_too_large_fails(table: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(f"{SCHEDULER}.MAX_AGGREGATE_CHARACTERS", 2000)
     spec = ACTIONS + (

@@ -166,6 +166,24 @@ CASES = [
     ("schema_violation", "spec.tools.t.outputSchema", tool(outputSchema="§null")),
 ]  # fmt: skip
 
+ZERO = '§"a\\0b"'
+"""A text that YAML can hold, and no path, argument or variable of the system."""
+CASES += [
+    ("schema_violation", "spec.policy.workspaceRoot", f"policy: {{workspaceRoot: {ZERO}}}"),
+    ("schema_violation", "spec.policy.writableRoots[0]", f"policy: {{writableRoots: [{ZERO}]}}"),
+    ("schema_violation", "spec.policy.secretFileRoots[0]", f"policy: {{secretFileRoots: [{ZERO}]}}"),
+    ("schema_violation", "spec.providers.p.script", f"providers: {{p: {{kind: fake, script: {ZERO}}}}}"),
+    ("schema_violation", "spec.actions.x.command", f"actions: {{x: {{kind: builtin.shell.exec, command: {ZERO}}}}}"),
+    ("schema_violation", "spec.actions.x.args[1]", f"actions: {{x: {{kind: builtin.shell.exec, command: x, args: ['', {ZERO}]}}}}"),
+    ("schema_violation", "spec.actions.x.cwd", f"actions: {{x: {{kind: builtin.shell.exec, command: x, cwd: {ZERO}}}}}"),
+    ("schema_violation", "spec.actions.x.artifacts[0]", f"actions: {{x: {{kind: builtin.shell.exec, command: x, artifacts: [{ZERO}]}}}}"),
+    ("invalid_secret_reference", "spec.actions.x.env.A.file", f"actions: {{x: {{kind: builtin.shell.exec, command: x, env: {{A: {{file: {ZERO}}}}}}}}}"),
+    ("invalid_secret_reference", "spec.actions.x.env.A.process.command", f"actions: {{x: {{kind: builtin.shell.exec, command: x, env: {{A: {{process: {{command: {ZERO}}}}}}}}}}}"),
+    ("invalid_secret_reference", "spec.actions.x.env.A.process.args[0]", f"actions: {{x: {{kind: builtin.shell.exec, command: x, env: {{A: {{process: {{command: c, args: [{ZERO}]}}}}}}}}}}"),
+    ("schema_violation", "spec.actions.x.env.A=B", "actions: {x: {kind: builtin.shell.exec, command: x, env: {A=B: §{env: A}}}}"),
+    ("schema_violation", "spec.actions.x.env.", "actions: {x: {kind: builtin.shell.exec, command: x, env: {'': §{env: A}}}}"),
+]  # fmt: skip
+
 TASKS = [
     ("spec.tasks[0].loop.maxIterations", "{id: a, uses: action:set, loop: {while: x, maxIterations: §1001}}"),
     ("spec.tasks[0].loop.while", "{id: a, uses: action:set, loop: §{maxIterations: 2}}"),

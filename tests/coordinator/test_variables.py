@@ -121,6 +121,26 @@ def test_items_of_a_fan_out_may_come_from_a_file(write: Any) -> None:
         compile_workflow(capture(write(spec, t="xs: [a]\nitem: 1\n")))
 
 
+def test_what_an_expansion_binds_wins_over_the_variables_of_the_agent(write: Any) -> None:
+    document = write(
+        "  providers: {p: {kind: fake}}\n"
+        "  agents: {g: {provider: p, model: m, instructions: x, varsFiles: [g.yaml], "
+        "vars: {item: '${{ inputs.nothing }}', keep: 1}}}\n"
+        "  inputs: {n: 5}\n"
+        "  tasks: [{id: t, uses: agent:g, foreach: {items: [o, '${{ inputs.n }}']}, with: {x: '${{ vars.item }}'}}]\n",
+        g="item: file\nother: file\n",
+    )
+    plan = compile_workflow(capture(document))
+    [first, second, _] = plan.order
+    assert own_of(plan, first) == {"item": "o", "foreachIndex": 0, "keep": 1, "other": "file"}
+    assert own_of(plan, second) == {"item": 5, "foreachIndex": 1, "keep": 1, "other": "file"}
+    in_file = write(
+        "  tasks: [{id: t, uses: action:set, varsFiles: [g.yaml], foreach: {items: [1]}}]\n", g="item: file\n"
+    )
+    with pytest.raises(DocumentError, match="bound by foreach"):
+        compile_workflow(capture(in_file))
+
+
 def test_an_agent_has_a_layer_between_workflow_and_task(write: Any) -> None:
     document = write(
         "  vars: {a: workflow, b: workflow, c: workflow, d: workflow}\n"

@@ -11,6 +11,7 @@ from agentctl.store.canonical import (
     effect_id,
     hex_digest,
     input_digest,
+    least_length,
     nests_deeper,
     text_digest,
     value_digest,
@@ -47,3 +48,12 @@ def test_how_deep_a_text_nests(value: Any, depth: int) -> None:
     text = canonical([value, [[]] * 50])
     assert nests_deeper(text, max(depth, 2))
     assert not nests_deeper(text, max(depth, 2) + 1)
+
+
+def test_the_length_of_a_text_without_making_it() -> None:
+    for value in ({}, [], "", "é", {"a": [1, None], "b": {}}, [[], {"x": "y"}, ["z"] * 3]):
+        assert least_length(value) <= len(canonical(value)) <= least_length(value) + 6
+    shared: list[Any] = ["x"]
+    for _ in range(200):
+        shared = [shared, shared]
+    assert least_length(shared) > 10**60

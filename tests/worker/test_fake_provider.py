@@ -267,6 +267,7 @@ def test_many_at_once_write_whole_lines(tmp_path: Path) -> None:
         (turns({"fail": {"status": 200}}), "fail.status must be from 400 to 599"),
         (turns({"text": "a"}, log="elsewhere/asked"), "not under a writable root"),
         (turns({"text": "a"}, log="out/../asked"), "'..'"),
+        (turns({"text": "a"}, log="out/a\0b"), "a path"),
     ],
 )
 def test_a_bad_script_is_refused_with_its_place(tmp_path: Path, value: Any, message: str) -> None:

@@ -89,7 +89,7 @@ def read_script(path: str, policy: Policy, workspace: str) -> Script:
 
 
 def _log_path(log: Any, policy: Policy, workspace: str) -> str:
-    if not isinstance(log, str) or not log:
+    if not isinstance(log, str) or not log or "\0" in log:
         raise _wrong("log", "a path")
     refuse_dotdot(log)
     resolved = os.path.realpath(os.path.join(workspace, log))
