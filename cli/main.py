@@ -345,6 +345,8 @@ def _hold_closed_streams() -> None:
         except OSError:
             # The lowest free number, which is this one. Processes that are started must find it taken, too.
             os.set_inheritable(os.open(os.devnull, mode), True)
+    if sys.stdin is None:
+        sys.stdin = open(0, encoding="utf-8", closefd=False)  # noqa: SIM115 - for the rest of the process
     if sys.stdout is None:
         sys.stdout = open(1, "w", encoding="utf-8", closefd=False)  # noqa: SIM115 - for the rest of the process
 

@@ -28,6 +28,7 @@ from .run import (
     open_store,
     outcome_for_people,
     require_recordable,
+    require_terminal,
     signals_held,
     timeout_option,
     views_of,
@@ -143,6 +144,8 @@ class _Recovery:
         self.mode, self.settings, self.asked, self.failed = mode, settings, asked, failed
 
     def run(self) -> int:
+        if self.asked.interactive and not self.asked.only_plan:
+            require_terminal()
         from . import pool  # noqa: F401  # its import takes a while, and nothing may interrupt what follows for long
 
         with closing(open_store(self.settings)) as store:
@@ -332,6 +335,8 @@ def fork(
     Everything is executed again, whatever SOURCE has done. No file is read: plan, inputs and variables are those that
     were stored. SOURCE may be in any state. Exit like `run`; with --plan: 0 when it could be made.
     """
+    if interactive and not only_plan:
+        require_terminal()
     from agentctl.coordinator.plan import Plan
     from agentctl.coordinator.submission import fork as fork_run
     from agentctl.coordinator.submission import verified_source

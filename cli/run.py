@@ -158,6 +158,12 @@ def _prepare(
     return document, plan, merge_inputs(document.model.spec.inputs, given), base
 
 
+def require_terminal() -> None:
+    """Raise `PolicyError` where `--interactive` says that a person is there and nobody can be (contract 4.7)."""
+    if not sys.stdin.isatty():
+        raise PolicyError("--interactive needs a terminal", remedy="leave it out where nobody can be asked")
+
+
 def require_recordable(base: Path) -> None:
     """Raise `UsageError` for a base of paths whose name cannot be kept."""
     try:
@@ -253,8 +259,8 @@ def run(
     With --check the run is recorded and nothing else is changed: no file, no program, no approval. Exit 0 when nothing
     is certain to fail, 4 otherwise.
     """
-    if interactive and not sys.stdin.isatty():
-        raise PolicyError("--interactive needs a terminal", remedy="leave it out where nobody can be asked")
+    if interactive:
+        require_terminal()
     from . import pool  # noqa: F401  # its import takes a while, and nothing may interrupt what follows for long
 
     prepared = _prepare(settings, file, sources, workspace, idempotency_key)

@@ -82,6 +82,12 @@ def test_where_nobody_can_be_asked_it_is_denied(field: Field, mode: str) -> None
     assert (result.code, result.data["error"]["code"]) == (4, "policy_denied")
     assert field.labels() == []
     assert field.json("run", file, "--interactive").code == 3, "there is no terminal"
+    run_id = result.data["runId"]
+    for verb in (("fork", run_id), ("retry", file, run_id, "--failed"), ("repair", file, run_id, "--from", "a")):
+        assert (refused := field.json(*verb, "--interactive")).code == 3
+        assert "terminal" in refused.error["message"]
+        assert field.json(*verb, "--interactive", "--plan").code == 0
+    assert len(field.json("runs", "list").data["runs"]) == 1
 
 
 def test_a_run_that_waits_for_an_approval_can_be_cancelled(field: Field) -> None:

@@ -296,6 +296,15 @@ def test_a_stdout_that_is_closed_from_the_start(cli: Any, verb: str) -> None:
     assert _in_shell(cli, f"agentctl {verb} <&- 2>&-").returncode == 0
 
 
+@pytest.mark.parametrize(
+    ("verb", "code"),
+    [(f"run hello.yaml {option}", code) for option, code in (("--interactive", 3), ("--inputs-file -", 2))],
+)
+def test_a_stdin_that_is_closed_from_the_start_is_an_empty_one(cli: Any, verb: str, code: int) -> None:
+    closed = _in_shell(cli, f"agentctl {verb} <&-")
+    assert (closed.returncode, "internal error" in closed.stderr) == (code, False)
+
+
 def test_a_run_goes_on_without_its_closed_stdout_and_keeps_its_database_clean(cli: Any) -> None:
     assert cli("init", "flow.yaml").code == 0
     closed = _in_shell(cli, "agentctl run flow.yaml <&- >&-")
