@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import codecs
 import json
 import os
 import stat
@@ -178,7 +179,8 @@ def read_json_file(file: str, option: str) -> Any:
 
 
 def read_file(file: str, option: str) -> bytes:
-    """The bytes of a regular file, or of stdin for `-`, that an option names. Raises `UsageError`."""
+    """The bytes of a text file, or of stdin for `-`, that an option names, without a byte order mark. Raises
+    `UsageError`."""
     what = f"{option} {file}"
     try:
         if file == "-":
@@ -199,7 +201,7 @@ def read_file(file: str, option: str) -> bytes:
         raise UsageError(f"{what}: {error}", remedy="check the name of the file") from error
     if len(data) > MAX_INPUTS_FILE:
         raise UsageError(f"{what}: more than {MAX_INPUTS_FILE} bytes", remedy="let tasks read large data from files")
-    return data
+    return data.removeprefix(codecs.BOM_UTF8)
 
 
 def compile_file(

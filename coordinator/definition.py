@@ -985,6 +985,7 @@ def document_schema() -> dict[str, Any]:
             part["properties"]["vars"]["propertyNames"] = {"not": {"enum": sorted(RESERVED_VARIABLES)}}
     parts["Task"]["allOf"] = _task_rules()
     parts["Foreach"]["properties"]["as"]["not"] = {"enum": sorted(RESERVED_VARIABLES)}
+    del schema["title"]
     return {"$schema": "https://json-schema.org/draft/2020-12/schema", "title": "agentctl workflow", **schema}
 
 

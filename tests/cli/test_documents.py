@@ -93,7 +93,8 @@ def test_the_plan_depends_on_the_inputs_of_the_command_line(cli: Any) -> None:
 
 def test_schema(cli: Any) -> None:
     printed = cli("schema")
-    assert json.loads(printed.out)["$schema"].startswith("https://json-schema.org/")
+    said = json.loads(printed.out)
+    assert (said["$schema"].startswith("https://json-schema.org/"), said["title"]) == (True, "agentctl workflow")
     assert cli("schema", "--write", "schema.json").code == 0
     assert (cli.folder / "schema.json").read_text() == printed.out
     assert cli.json("schema").data == json.loads(printed.out)
@@ -150,6 +151,8 @@ def test_inputs_come_from_the_document_then_from_the_object_then_from_pairs(cli:
     assert result.code == 0
     run = cli.json("inspect", result.data["runId"]).data["run"]
     assert run["inputs"] == {"name": "world", "a": "doc", "b": "file", "c": "pair", "d": 1.5}
+    (cli.folder / "marked.json").write_bytes(b'\xef\xbb\xbf{"name": "Ada"}')
+    assert cli.json("run", "hello.yaml", "--inputs-file", "marked.json").data["output"] == {"text": "hello Ada"}
     piped = cli.json("submit", "hello.yaml", "--inputs-file", "-", input='{"name": 18446744073709551616}')
     assert cli.json("inspect", piped.data["runId"]).data["run"]["inputs"] == {"name": 18446744073709551616}
 
