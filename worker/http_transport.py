@@ -543,6 +543,12 @@ class AsyncPolicyTransport(httpx.AsyncBaseTransport):
             await pool.aclose()
 
 
+def with_own(given: Mapping[str, str], own: Mapping[str, str]) -> dict[str, str]:
+    """The headers of a document together with our own, which win. A name has no case: none may be there twice."""
+    names = {name.lower() for name in own}
+    return {**{name: value for name, value in given.items() if name.lower() not in names}, **own}
+
+
 def client(
     policy: Policy,
     guard: Guard,
@@ -588,4 +594,5 @@ __all__ = [
     "async_client",
     "client",
     "never_sent",
+    "with_own",
 ]

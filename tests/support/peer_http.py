@@ -42,7 +42,9 @@ class Scripted:
                 break
         told = json.loads(body) if body else {}
         method = told.get("method") or scope["method"]
-        headers = {name.decode(): value.decode() for name, value in scope["headers"]}
+        headers: dict[str, str] = {}
+        for name, value in scope["headers"]:
+            headers[name.decode()] = ", ".join(filter(None, (headers.get(name.decode()), value.decode())))
         line = {"method": method, "path": scope["path"], "params": told.get("params"), "headers": headers}
         with open(self._folder / "requests.jsonl", "a", encoding="utf-8") as file:
             file.write(json.dumps(line) + "\n")

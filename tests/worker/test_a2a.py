@@ -117,6 +117,15 @@ def test_a_message_that_is_answered_at_once(site: Site, form: tuple[str, ...]) -
     assert "GetTask" not in server.counts()
 
 
+def test_headers_of_the_document_do_not_double_ours(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("A2A_KEY", "mine")
+    server = site.server()
+    headers = {"a2a-version": {"env": "A2A_KEY"}, "X-More": {"env": "A2A_KEY"}}
+    assert site.call(site.work(server, "say hi", definition={"headers": headers})).status == "succeeded"
+    (sent,) = server.requests("SendMessage")
+    assert (sent["headers"]["a2a-version"], sent["headers"]["x-more"]) == ("1.0", "mine")
+
+
 NUMBERS = {
     "id": 9007199254740993,
     "count": 42,

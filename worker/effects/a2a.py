@@ -188,10 +188,10 @@ async def _delegate(state: _State, context: EffectContext, ended: Ended) -> dict
 
 
 def _client(state: _State, guard: Guard) -> httpx.AsyncClient:
-    from ..http_transport import async_client
+    from ..http_transport import async_client, with_own
 
     asked, seconds = state.call.peer, state.call.request_seconds
-    headers = {**asked.headers, VERSION_HEADER: asked.definition["protocolVersion"]}
+    headers = with_own(asked.headers, {VERSION_HEADER: asked.definition["protocolVersion"]})
     client = async_client(asked.policy, guard, headers=headers, timeout_seconds=seconds, tls=asked.tls)
     client.event_hooks = {"response": [partial(_listen, state)]}
     return client

@@ -144,6 +144,8 @@ class Exchange:
         environment: Mapping[str, str] | None = None,
     ) -> None:
         require_extra(kind)
+        from ..http_transport import with_own
+
         self.kind = kind
         self.url = endpoint_of(kind, definition)
         self._policy = policy
@@ -160,8 +162,7 @@ class Exchange:
             resolve = _from_variable if is_default(kind, reference) else resolve_secret
             key = _secret(reference, f"the credential of a {kind} provider", resolve)
             secrets.append(key)
-            name, value = authorization(key)
-            self._headers[name] = value
+            self._headers = with_own(self._headers, dict([authorization(key)]))
         ca = policy.network.custom_ca
         try:
             self._tls: ssl.SSLContext | None = (
@@ -230,7 +231,7 @@ class Exchange:
                 transport.client(
                     self._policy,
                     guard,
-                    headers={**self._headers, **headers, "Content-Type": "application/json"},
+                    headers=transport.with_own(self._headers, {**headers, "Content-Type": "application/json"}),
                     tls=self._tls,
                     resolver=self._resolver,
                     environment=self._environment,
