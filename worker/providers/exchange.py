@@ -8,7 +8,7 @@ and that an answer which is not to be understood makes the effect uncertain (con
 from __future__ import annotations
 
 import ssl
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from email.utils import parsedate_to_datetime
 from typing import TYPE_CHECKING, Any, Final
@@ -461,6 +461,13 @@ def a_text(value: Any, what: str) -> str:
     """`value` if it is a text. Raises `Malformed`."""
     if not isinstance(value, str):
         raise Malformed(f"{what} is no text")
+    return value
+
+
+def a_word(value: Any, known: Collection[str], what: str) -> str:
+    """`value` if it is one of the words that are known. Raises `Malformed`: it may be anything, a list say."""
+    if not isinstance(value, str) or value not in known:
+        raise Malformed(f"{what} is {value!r}")
     return value
 
 
