@@ -7,8 +7,8 @@ behaviours, one for each request of it in turn; after the last one everything is
 `ok` · `hang` (never answers) · `cut` (begins an answer and closes the connection) · `die` (the process ends) ·
 `garbage` (200, no JSON) · `html` · `accepted` (202) · `redirect` · `huge` (more than a policy lets in) ·
 `status:N` · `error:N` (a JSON-RPC error with HTTP 200) · `result:JSON` (a JSON-RPC result) · `stray` (that of another
-request) · `raw:TEXT` (that text as the result, JSON or not) · `late` (handles it, and answers never) · `change` (`ok`,
-and from then on the tool is another one)
+request) · `event:JSON` (a result as an event of a stream) · `raw:TEXT` (that text as the result, JSON or not) · `late`
+(handles it, and answers never) · `change` (`ok`, and from then on the tool is another one)
 """
 
 from __future__ import annotations
@@ -112,6 +112,10 @@ class Scripted:
             body = _rpc("of another request", result={"content": []})
         elif word == "result":
             body = _rpc(number, result=json.loads(rest))
+        elif word == "event":
+            kind = "text/event-stream"
+            told = {"jsonrpc": "2.0", "id": number, "result": json.loads(rest)}
+            body = f"data: {json.dumps(told, ensure_ascii=False)}\n\n".encode()
         elif word == "raw":
             body = f'{{"jsonrpc":"2.0","id":{json.dumps(number)},"result":{rest}}}'.encode()
         await _start(send, status, kind, headers)

@@ -147,6 +147,16 @@ def test_numbers_are_those_that_the_agent_has_said(site: Site) -> None:
     assert canonical(outcome.result["parts"]) == canonical(PARTS)
 
 
+def test_a_letter_of_a_streamed_text_ends_no_line(site: Site) -> None:
+    """Line and paragraph separators may stand in JSON as they are."""
+    text = "one\u2028two\u2029three\u0085four\u00e9\u20ac"
+    message = {"messageId": "r", "role": "ROLE_AGENT", "parts": [{"text": text}, {"data": {"n": 42}}]}
+    server = site.server("stream", SendStreamingMessage=[f"event:{json.dumps({'message': message})}"])
+    outcome = site.call(site.work(server))
+    assert outcome.status == "succeeded", outcome.error
+    assert canonical(outcome.result["parts"]) == canonical(message["parts"])
+
+
 def test_also_in_the_artifacts_of_a_task(site: Site) -> None:
     task = {"id": "t-1", "contextId": "c", "status": {"state": "TASK_STATE_WORKING"}}
     done = {**task, "status": {"state": "TASK_STATE_COMPLETED"}, "artifacts": [{"artifactId": "a", "parts": PARTS}]}
