@@ -214,7 +214,7 @@ def compile_file(
     """
     variables = read_pairs(sources.var_pairs)
     with without_plugins():
-        from agentctl.coordinator.advice import certain_denials, never_called, repeated_calls
+        from agentctl.coordinator.advice import certain_denials, idle_denials, never_called, repeated_calls
         from agentctl.coordinator.compiler import compile_workflow
         from agentctl.coordinator.definition import load_workflow
         from agentctl.coordinator.diagnostics import DocumentError
@@ -229,6 +229,7 @@ def compile_file(
     document.warnings.extend(never_called(document))
     document.warnings.extend(unreachable_names(document))
     document.warnings.extend(certain_denials(document, plan))
+    document.warnings.extend(idle_denials(document))
     document.warnings.extend(repeated_calls(document, plan))
     return document, plan
 

@@ -12,11 +12,11 @@ from itertools import takewhile
 from pathlib import PurePosixPath
 from typing import Any
 
-from agentctl.store.policy import Policy, environment_allowed, process_allowed
+from agentctl.store.policy import POLICY_NAMES, Policy, environment_allowed, process_allowed
 from agentctl.store.states import may_repeat
 
 from .definition import LoadedDocument
-from .diagnostics import Diagnostic, Path
+from .diagnostics import Diagnostic, Path, did_you_mean
 from .kinds import EFFECTS, decision_on
 from .plan import CompiledTask, Plan
 from .subworkflows import flatten
@@ -76,6 +76,26 @@ def never_called(document: LoadedDocument) -> list[Diagnostic]:
         )
         for name in spec.subworkflows
         if name not in reached
+    ]
+
+
+def idle_denials(document: LoadedDocument) -> list[Diagnostic]:
+    """A warning for each entry of `policy.toolsDeny` that denies no effect: a slip there lets pass what was meant."""
+    spec = document.model.spec
+    known = {*POLICY_NAMES.values(), "internal"}
+    for name, tool in spec.tools.items():
+        known |= {name, f"tool.{name}", tool.capability}
+    meant = {**POLICY_NAMES, **{kind: facts.policy_name for kind, facts in EFFECTS.items()}}
+    return [
+        document.source.diagnostic(
+            "missing_reference",
+            f"{item!r} in policy.toolsDeny denies no effect: the policy knows none by that name",
+            ("spec", "policy", "toolsDeny", index),
+            help=f"write {meant[item]}" if item in meant else did_you_mean(item, known, else_list="names"),
+            severity="warning",
+        )
+        for index, item in enumerate(spec.policy.tools_deny)
+        if item not in known
     ]
 
 

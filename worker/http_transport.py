@@ -543,6 +543,39 @@ class AsyncPolicyTransport(httpx.AsyncBaseTransport):
             await pool.aclose()
 
 
+_NO_ENDS: Final = ((b"\xe2\x80\xa8", b"\\u2028"), (b"\xe2\x80\xa9", b"\\u2029"), (b"\xc2\x85", b"\\u0085"))
+"""Letters that end a line for `httpx` and not in a stream of events, with what JSON says for them."""
+
+
+class EventBytes(httpx.AsyncByteStream):
+    """A stream of events with JSON in them, in which no letter of a text ends a line."""
+
+    def __init__(self, inner: httpx.AsyncByteStream) -> None:
+        self._inner = inner
+
+    async def __aiter__(self) -> AsyncIterator[bytes]:
+        rest = b""
+        async for piece in self._inner:
+            part = rest + piece
+            # Such a letter may be cut in two.
+            keep = 2 if part.endswith(b"\xe2\x80") else 1 if part.endswith((b"\xe2", b"\xc2")) else 0
+            part, rest = part[: len(part) - keep], part[len(part) - keep :]
+            for letter, escaped in _NO_ENDS:
+                part = part.replace(letter, escaped)
+            yield part
+        if rest:
+            yield rest
+
+    async def aclose(self) -> None:
+        await self._inner.aclose()
+
+
+def with_own(given: Mapping[str, str], own: Mapping[str, str]) -> dict[str, str]:
+    """The headers of a document together with our own, which win. A name has no case: none may be there twice."""
+    names = {name.lower() for name in own}
+    return {**{name: value for name, value in given.items() if name.lower() not in names}, **own}
+
+
 def client(
     policy: Policy,
     guard: Guard,
@@ -582,10 +615,12 @@ __all__ = [
     "AnswerUnreadable",
     "AsyncPolicyTransport",
     "Cancelled",
+    "EventBytes",
     "NeverSent",
     "PolicyTransport",
     "RedirectRefused",
     "async_client",
     "client",
     "never_sent",
+    "with_own",
 ]

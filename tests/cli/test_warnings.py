@@ -192,3 +192,14 @@ spec:
         ("spec.actions.one.artifacts[5]", "docs/**"),
         ("spec.tasks[1].with.artifacts[3]", "build/f"),
     ]
+
+
+def test_a_denial_of_nothing_is_told(cli: Any) -> None:
+    """A slip in a list of denials denies nothing, and nobody would notice."""
+    names = "filesystem.write, filesystem.wirte, builtin.write, builtin.long_term_memory.write, memory.write, mcp.call, internal"
+    found = warned(
+        cli, f"  policy: {{toolsDeny: [{names}]}}\n  tasks:\n    - {{id: a, uses: action:set, with: {{x: 1}}}}\n"
+    )
+    assert [path for path, _ in found] == [f"spec.policy.toolsDeny[{index}]" for index in (1, 2, 3)]
+    hints = [item["help"] for item in told(cli.json("check", "flow.yaml"))]
+    assert hints == ["did you mean 'filesystem.write'?", "write filesystem.write", "write memory.write"]

@@ -143,7 +143,8 @@ def _handler(server: ModelServer) -> type[BaseHTTPRequestHandler]:
         def do_POST(self) -> None:
             now = time.monotonic()
             body = self.rfile.read(int(self.headers.get("content-length", "0")))
-            seen = Seen(self.path, {k.lower(): v for k, v in self.headers.items()}, json.loads(body), now)
+            headers = {name.lower(): ", ".join(self.headers.get_all(name, ())) for name in self.headers}
+            seen = Seen(self.path, headers, json.loads(body), now)
             self.close_connection = True
             try:
                 self._answer(server.take(seen), seen)

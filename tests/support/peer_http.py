@@ -7,8 +7,8 @@ behaviours, one for each request of it in turn; after the last one everything is
 `ok` · `hang` (never answers) · `cut` (begins an answer and closes the connection) · `die` (the process ends) ·
 `garbage` (200, no JSON) · `html` · `accepted` (202) · `redirect` · `huge` (more than a policy lets in) ·
 `status:N` · `error:N` (a JSON-RPC error with HTTP 200) · `result:JSON` (a JSON-RPC result) · `stray` (that of another
-request) · `raw:TEXT` (that text as the result, JSON or not) · `late` (handles it, and answers never) · `change` (`ok`,
-and from then on the tool is another one)
+request) · `event:JSON` (a result as an event of a stream) · `raw:TEXT` (that text as the result, JSON or not) · `late`
+(handles it, and answers never) · `change` (`ok`, and from then on the tool is another one)
 """
 
 from __future__ import annotations
@@ -42,7 +42,9 @@ class Scripted:
                 break
         told = json.loads(body) if body else {}
         method = told.get("method") or scope["method"]
-        headers = {name.decode(): value.decode() for name, value in scope["headers"]}
+        headers: dict[str, str] = {}
+        for name, value in scope["headers"]:
+            headers[name.decode()] = ", ".join(filter(None, (headers.get(name.decode()), value.decode())))
         line = {"method": method, "path": scope["path"], "params": told.get("params"), "headers": headers}
         with open(self._folder / "requests.jsonl", "a", encoding="utf-8") as file:
             file.write(json.dumps(line) + "\n")
@@ -110,6 +112,10 @@ class Scripted:
             body = _rpc("of another request", result={"content": []})
         elif word == "result":
             body = _rpc(number, result=json.loads(rest))
+        elif word == "event":
+            kind = "text/event-stream"
+            told = {"jsonrpc": "2.0", "id": number, "result": json.loads(rest)}
+            body = f"data: {json.dumps(told, ensure_ascii=False)}\n\n".encode()
         elif word == "raw":
             body = f'{{"jsonrpc":"2.0","id":{json.dumps(number)},"result":{rest}}}'.encode()
         await _start(send, status, kind, headers)

@@ -117,6 +117,15 @@ def test_a_message_that_is_answered_at_once(site: Site, form: tuple[str, ...]) -
     assert "GetTask" not in server.counts()
 
 
+def test_headers_of_the_document_do_not_double_ours(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("A2A_KEY", "mine")
+    server = site.server()
+    headers = {"a2a-version": {"env": "A2A_KEY"}, "X-More": {"env": "A2A_KEY"}}
+    assert site.call(site.work(server, "say hi", definition={"headers": headers})).status == "succeeded"
+    (sent,) = server.requests("SendMessage")
+    assert (sent["headers"]["a2a-version"], sent["headers"]["x-more"]) == ("1.0", "mine")
+
+
 NUMBERS = {
     "id": 9007199254740993,
     "count": 42,
@@ -136,6 +145,16 @@ def test_numbers_are_those_that_the_agent_has_said(site: Site) -> None:
     outcome = site.call(site.work(server))
     assert outcome.status == "succeeded", outcome.error
     assert canonical(outcome.result["parts"]) == canonical(PARTS)
+
+
+def test_a_letter_of_a_streamed_text_ends_no_line(site: Site) -> None:
+    """Line and paragraph separators may stand in JSON as they are."""
+    text = "one\u2028two\u2029three\u0085four\u00e9\u20ac"
+    message = {"messageId": "r", "role": "ROLE_AGENT", "parts": [{"text": text}, {"data": {"n": 42}}]}
+    server = site.server("stream", SendStreamingMessage=[f"event:{json.dumps({'message': message})}"])
+    outcome = site.call(site.work(server))
+    assert outcome.status == "succeeded", outcome.error
+    assert canonical(outcome.result["parts"]) == canonical(message["parts"])
 
 
 def test_also_in_the_artifacts_of_a_task(site: Site) -> None:

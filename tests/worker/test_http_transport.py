@@ -10,7 +10,7 @@ import subprocess
 import threading
 import time
 from base64 import b64encode
-from collections.abc import Iterator, Sequence
+from collections.abc import AsyncIterator, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -285,6 +285,24 @@ def test_a_server_without_tls_gets_nothing(server: ModelServer) -> None:
 def test_a_custom_authority_has_to_be_one(data: bytes) -> None:
     with pytest.raises(ValueError, match="PEM"):
         tls_context(data)
+
+
+def test_letters_that_end_no_line_are_found_wherever_they_are_cut() -> None:
+    data = "a\u2028b\u2029c\u0085d\u00e9\u20ac\u00c2e\u2028".encode()
+    wanted = "a\\u2028b\\u2029c\\u0085d\u00e9\u20ac\u00c2e\\u2028".encode()
+
+    class Pieces(httpx.AsyncByteStream):
+        def __init__(self, size: int) -> None:
+            self.size = size
+
+        async def __aiter__(self) -> AsyncIterator[bytes]:
+            for start in range(0, len(data), self.size):
+                yield data[start : start + self.size]
+
+    async def read(size: int) -> bytes:
+        return b"".join([part async for part in transport.EventBytes(Pieces(size))])
+
+    assert {asyncio.run(read(size)) for size in range(1, len(data) + 1)} == {wanted}
 
 
 # -- proxies -----------------------------------------------------------------------------------------------------------

@@ -114,6 +114,17 @@ def test_a_keyed_call_carries_the_effect_id(site: Site) -> None:
     assert all("idempotency-key" not in item["headers"] for item in server.requests() if item != called)
 
 
+def test_headers_of_the_document_do_not_double_ours(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MCP_KEY", "mine")
+    server = site.server()
+    names = ("origin", "IDEMPOTENCY-KEY", "MCP-PROTOCOL-VERSION")
+    work = site.work(server, idempotency="keyed", definition={"headers": {name: {"env": "MCP_KEY"} for name in names}})
+    assert site.call(work).status == "succeeded"
+    (called,) = server.requests("tools/call")
+    wanted = {"origin": server.origin, "idempotency-key": EFFECT, "mcp-protocol-version": "2025-11-25"}
+    assert {name: called["headers"][name] for name in wanted} == wanted
+
+
 def test_another_pinned_version(site: Site) -> None:
     server = site.server()
     assert site.call(site.work(server, definition={"protocolVersion": "2025-06-18"})).status == "succeeded"

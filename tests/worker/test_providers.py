@@ -376,6 +376,19 @@ def test_the_variable_of_a_kind_needs_no_permission(
     assert server.seen[0].headers["authorization"] == "Bearer sk-default-1"
 
 
+@pytest.mark.parametrize("kind", KINDS)
+def test_no_header_comes_twice(kind: str, server: ModelServer, token: Token) -> None:
+    """Whatever the case of its name in the document: what agentctl sets itself wins."""
+    names = ("authorization", "X-Api-Key", "X-GOOG-API-KEY", "Api-Key", "idempotency-key", "Anthropic-Version")
+    headers = {name: {"env": "MODEL_ORG"} for name in names}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("MODEL_ORG", "org-1")
+        provider(kind, server.url, headers=headers).complete(request_of(), call_of(token))
+    (seen,) = server.seen
+    assert all("," not in seen.headers.get(name.lower(), "") for name in names), seen.headers
+    assert KEY in "".join(seen.headers.values())
+
+
 def test_a_local_server_needs_no_credential(server: ModelServer, token: Token) -> None:
     provider("openai_compatible", server.url, credential=None).complete(request_of(), call_of(token))
     assert "authorization" not in server.seen[0].headers

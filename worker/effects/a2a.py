@@ -188,10 +188,10 @@ async def _delegate(state: _State, context: EffectContext, ended: Ended) -> dict
 
 
 def _client(state: _State, guard: Guard) -> httpx.AsyncClient:
-    from ..http_transport import async_client
+    from ..http_transport import async_client, with_own
 
     asked, seconds = state.call.peer, state.call.request_seconds
-    headers = {**asked.headers, VERSION_HEADER: asked.definition["protocolVersion"]}
+    headers = with_own(asked.headers, {VERSION_HEADER: asked.definition["protocolVersion"]})
     client = async_client(asked.policy, guard, headers=headers, timeout_seconds=seconds, tls=asked.tls)
     client.event_hooks = {"response": [partial(_listen, state)]}
     return client
@@ -199,8 +199,15 @@ def _client(state: _State, guard: Guard) -> httpx.AsyncClient:
 
 async def _listen(state: _State, response: httpx.Response) -> None:
     """Keep what an answer says before the library makes its own of it (see `_exact`)."""
+    import httpx
+
+    from ..http_transport import EventBytes
+
     state.said = None
-    if response.headers.get("content-type", "").partition(";")[0].strip().lower() != "application/json":
+    kind = response.headers.get("content-type", "").partition(";")[0].strip().lower()
+    if kind == "text/event-stream" and isinstance(response.stream, httpx.AsyncByteStream):
+        response.stream = EventBytes(response.stream)
+    if kind != "application/json":
         return
     try:
         answer = parse_json(await response.aread())

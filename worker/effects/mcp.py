@@ -47,6 +47,8 @@ IDEMPOTENCY_HEADER: Final = "Idempotency-Key"
 IDEMPOTENCY_META: Final = "agentctl.dev/idempotencyKey"
 MAX_PAGES: Final = 100
 _CALL: Final = "tools/call"
+_OF_SESSIONS: Final = frozenset({"mcp-protocol-version", "mcp-session-id"})
+"""Headers that the client library sends when it is their time."""
 _DEFINITE_STATUS: Final = frozenset({503})
 _REQUEST_TIMEOUT: Final = -32001
 _CLOSED: Final = -32000
@@ -230,12 +232,15 @@ async def _talk(
     from mcp.client.streamable_http import streamable_http_client
     from mcp.types import Implementation
 
+    from ..http_transport import with_own
+
     peer = call.peer
+    given = {name: value for name, value in peer.headers.items() if name.lower() not in _OF_SESSIONS}
     async with AsyncExitStack() as stack:
         client = await stack.enter_async_context(
             httpx2.AsyncClient(
                 transport=bridge,
-                headers={**peer.headers, "Origin": peer.target.origin},
+                headers=with_own(given, {"Origin": peer.target.origin}),
                 timeout=None,
                 trust_env=False,
                 follow_redirects=False,

@@ -52,7 +52,9 @@ class Bridge(httpx2.AsyncBaseTransport):
         body = await request.aread()
         method = _method(body) if request.method == "POST" else request.method
         exchange = self.exchanges[method] = Exchange()
-        headers = [*request.headers.raw, *((k.encode(), v.encode()) for k, v in self._extra.get(method, {}).items())]
+        own = {name.encode(): value.encode() for name, value in self._extra.get(method, {}).items()}
+        names = {name.lower() for name in own}
+        headers = [*(item for item in request.headers.raw if item[0].lower() not in names), *own.items()]
         outgoing = httpx.Request(request.method, str(request.url), headers=headers, content=body)
         outgoing.extensions = {"timeout": request.extensions.get("timeout", {})}
         # A word that nobody waits for must not hold up the end of a call.

@@ -8,7 +8,7 @@ from typing import Any, Final
 from agentctl.store.policy import Policy
 
 from . import Call, FinishReason, ModelRequest, ModelResponse, ToolCall, Usage
-from .exchange import Exchange, Malformed, a_list, a_text, an_object, charged, distinct, estimated, units
+from .exchange import Exchange, Malformed, a_list, a_text, a_word, an_object, charged, distinct, estimated, units
 from .openai import result_text
 from .registry import ResolveSecret
 
@@ -94,10 +94,7 @@ def read(value: Any, request: ModelRequest) -> ModelResponse:
 
 
 def _read(answer: dict[str, Any], usage: Usage | None, request: ModelRequest) -> ModelResponse:
-    word = answer.get("stop_reason")
-    if word not in _FINISH:
-        raise Malformed(f"its stop reason is {word!r}")
-    finish = _FINISH[word]
+    finish = _FINISH[a_word(answer.get("stop_reason"), _FINISH, "its stop reason")]
     blocks: list[dict[str, Any]] = []
     calls: list[ToolCall] = []
     texts: list[str] = []

@@ -19,6 +19,7 @@ from .exchange import (
     Malformed,
     a_list,
     a_text,
+    a_word,
     an_object,
     arguments_of,
     charged,
@@ -119,10 +120,7 @@ def _read(answer: dict[str, Any], usage: Usage | None, request: ModelRequest) ->
         raise Malformed("it has no choice")
     choice = an_object(choices[0], "the choice")
     message = an_object(choice.get("message"), "the message")
-    word = choice.get("finish_reason")
-    if word not in _FINISH:
-        raise Malformed(f"its finish reason is {word!r}")
-    finish = _FINISH[word]
+    finish = _FINISH[a_word(choice.get("finish_reason"), _FINISH, "its finish reason")]
     text = "" if message.get("content") is None else a_text(message["content"], "the content")
     refusal = message.get("refusal")
     if refusal:

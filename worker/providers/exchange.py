@@ -8,7 +8,7 @@ and that an answer which is not to be understood makes the effect uncertain (con
 from __future__ import annotations
 
 import ssl
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from email.utils import parsedate_to_datetime
 from typing import TYPE_CHECKING, Any, Final
@@ -144,6 +144,8 @@ class Exchange:
         environment: Mapping[str, str] | None = None,
     ) -> None:
         require_extra(kind)
+        from ..http_transport import with_own
+
         self.kind = kind
         self.url = endpoint_of(kind, definition)
         self._policy = policy
@@ -160,8 +162,7 @@ class Exchange:
             resolve = _from_variable if is_default(kind, reference) else resolve_secret
             key = _secret(reference, f"the credential of a {kind} provider", resolve)
             secrets.append(key)
-            name, value = authorization(key)
-            self._headers[name] = value
+            self._headers = with_own(self._headers, dict([authorization(key)]))
         ca = policy.network.custom_ca
         try:
             self._tls: ssl.SSLContext | None = (
@@ -230,7 +231,7 @@ class Exchange:
                 transport.client(
                     self._policy,
                     guard,
-                    headers={**self._headers, **headers, "Content-Type": "application/json"},
+                    headers=transport.with_own(self._headers, {**headers, "Content-Type": "application/json"}),
                     tls=self._tls,
                     resolver=self._resolver,
                     environment=self._environment,
@@ -460,6 +461,13 @@ def a_text(value: Any, what: str) -> str:
     """`value` if it is a text. Raises `Malformed`."""
     if not isinstance(value, str):
         raise Malformed(f"{what} is no text")
+    return value
+
+
+def a_word(value: Any, known: Collection[str], what: str) -> str:
+    """`value` if it is one of the words that are known. Raises `Malformed`: it may be anything, a list say."""
+    if not isinstance(value, str) or value not in known:
+        raise Malformed(f"{what} is {value!r}")
     return value
 
 

@@ -13,7 +13,7 @@ from urllib.parse import quote, urlsplit, urlunsplit
 from agentctl.store.policy import Policy
 
 from . import Call, FinishReason, ModelRequest, ModelResponse, ToolCall, Usage
-from .exchange import Exchange, Malformed, a_list, a_text, an_object, charged, distinct, estimated, units
+from .exchange import Exchange, Malformed, a_list, a_text, a_word, an_object, charged, distinct, estimated, units
 from .registry import ResolveSecret
 
 SIGNATURE: Final = "thoughtSignature"
@@ -147,10 +147,7 @@ def _read(answer: dict[str, Any], usage: Usage | None, request: ModelRequest) ->
         text = f"the prompt was blocked: {reason}"
         return _response(identity, text, [], [], usage or estimated(request, text, []), "refusal")
     candidate = an_object(candidates[0], "the candidate")
-    word = candidate.get("finishReason")
-    if word not in _FINISH:
-        raise Malformed(f"its finish reason is {word!r}")
-    finish = _FINISH[word]
+    finish = _FINISH[a_word(candidate.get("finishReason"), _FINISH, "its finish reason")]
     blocks: list[dict[str, Any]] = []
     calls: list[ToolCall] = []
     texts: list[str] = []

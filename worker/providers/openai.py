@@ -223,7 +223,7 @@ def _finish(answer: dict[str, Any], usage: Usage | None) -> FinishReason:
         error = answer.get("error") or {}
         code = error.get("code") if isinstance(error, dict) else None
         message = error.get("message") if isinstance(error, dict) else None
-        raise Declined(f"{message or code or 'no explanation'}", retryable=code in RETRYABLE_CODES, usage=usage)
+        raise Declined(f"{message or code or 'no explanation'}", retryable=_may_pass(code), usage=usage)
     if status == "incomplete":
         details = answer.get("incomplete_details") or {}
         reason = details.get("reason") if isinstance(details, dict) else None
@@ -237,6 +237,10 @@ def _finish(answer: dict[str, Any], usage: Usage | None) -> FinishReason:
     if status != "completed":
         raise Malformed(f"its status is {status!r}")
     return "complete"
+
+
+def _may_pass(code: Any) -> bool:
+    return isinstance(code, str) and code in RETRYABLE_CODES
 
 
 def _usage(value: Any) -> Usage | None:
@@ -265,9 +269,9 @@ def _last(events: Iterator[Mapping[str, Any]], call: Call) -> Any:
             item = event.get("item")
             if isinstance(item, dict) and item.get("type") == "function_call":
                 call.on_event({"type": "tool_call_started", "name": a_text(item.get("name"), "the name of a call")})
-        elif kind in _TERMINAL:
+        elif isinstance(kind, str) and kind in _TERMINAL:
             return event.get("response")
         elif kind == "error":
             code = event.get("code")
-            raise Declined(f"{event.get('message') or code}", retryable=code in RETRYABLE_CODES)
+            raise Declined(f"{event.get('message') or code}", retryable=_may_pass(code))
     raise Malformed("the stream ended before the response was complete")
