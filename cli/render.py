@@ -106,13 +106,18 @@ def shortened(text: str, limit: int) -> str:
 _NAMED = re.compile("`agentctl (?![^`]* --db )")
 
 
-def runnable(settings: Settings, text: str) -> str:
-    """A text in which the commands that it names work as they stand: with the database that this one was given."""
-    if not settings.said_database or "`agentctl " not in text:
-        return text
+def program(settings: Settings) -> str:
+    """How a command begins that looks into the same database as this one."""
     from shlex import quote
 
-    return _NAMED.sub(lambda found: f"`agentctl --db {clean(quote(str(settings.database)))} ", text)
+    return f"agentctl --db {clean(quote(str(settings.database)))}" if settings.said_database else "agentctl"
+
+
+def runnable(settings: Settings, text: str) -> str:
+    """A text in which the commands that it names work as they stand."""
+    if not settings.said_database:
+        return text
+    return _NAMED.sub(lambda found: f"`{program(settings)} ", text)
 
 
 # -- programs ----------------------------------------------------------------------------------------------------

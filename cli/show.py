@@ -17,6 +17,7 @@ from .render import (
     counts_text,
     duration,
     ended,
+    program,
     settle_step,
     warn,
     when,
@@ -256,7 +257,7 @@ def logs(settings: Settings, run_name: str, task_id: str | None) -> None:
             else:
                 out.line(f"{clean(task_id)} has no output of its own; that of its {len(below)} tasks is shown by")
                 for name in below[:SHOWN_WAITING]:
-                    out.line(f"  agentctl logs {run_id} {clean(name)}")
+                    out.line(f"  {program(settings)} logs {run_id} {clean(name)}")
                 _more(out, len(below) - SHOWN_WAITING)
 
         Printer(settings).result("Logs", data, human)
@@ -339,7 +340,7 @@ def runs_list(settings: Settings, limit: int, state: str | None, cursor: str | N
                 heads, rows = heads[:-1], [row[:-1] for row in rows]
             out.table(heads, rows, states=1)
             if data["next"] is not None:
-                out.line(f"more: agentctl runs list --next {data['next']}")
+                out.line(f"more: {program(settings)} runs list --next {data['next']}")
             for run in data["runs"]:
                 if run["problem"] is not None:
                     warn(settings, f"{run['runId']}: {clean(run['problem']['message'])}")

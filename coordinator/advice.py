@@ -6,7 +6,7 @@ refused: it may be meant, and the task may be skipped. Its author is told all th
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import replace
 from itertools import takewhile
 from pathlib import PurePosixPath
@@ -179,23 +179,30 @@ def _fixed_denials(
         if not process_allowed(policy, command):
             program = PurePosixPath(command).name
             message = f"the program {program!r} will be denied: it is not in policy.processAllowlist"
-            yield declared, ("command",), message, f"processAllowlist: [{program}]"
+            yield declared, ("command",), message, _longer("processAllowlist", policy.process_allowlist, program)
     if kind == "builtin.shell.exec":
         environment = given.get("env")
         for variable in environment if isinstance(environment, dict) else ():
             if not environment_allowed(policy, variable):
                 message = f"the variable {variable!r} will be denied: it is not in policy.environmentAllowlist"
-                yield (), ("with", "env", variable), message, f"environmentAllowlist: [{variable}]"
+                hint = _longer("environmentAllowlist", policy.environment_allowlist, variable)
+                yield (), ("with", "env", variable), message, hint
         base: Path = () if "artifacts" in given else declared
         patterns = given.get("artifacts", action.get("artifacts"))
         for place, pattern in enumerate(patterns if isinstance(patterns, list) else ()):
             if isinstance(pattern, str) and _out_of_reach(pattern, policy.writable_roots):
                 below: Path = ("artifacts", place) if base else ("with", "artifacts", place)
                 message = f"the artifact {pattern!r} will be denied: it lies under none of policy.writableRoots"
-                yield base, below, message, f"writableRoots: [{PurePosixPath(pattern).parent!s}]"
+                hint = _longer("writableRoots", policy.writable_roots, str(PurePosixPath(pattern).parent))
+                yield base, below, message, hint
     elif kind == "builtin.write" and not policy.writable_roots:
         message = "the write will be denied: policy.writableRoots is empty"
         yield (), ("uses",), message, "name the folders that may be written: writableRoots: [build]"
+
+
+def _longer(field: str, allowed: Collection[str], name: str) -> str:
+    """A list of the policy as it should be: what it has, and this name."""
+    return f"{field}: [{', '.join([*sorted(allowed), name])}]"
 
 
 def _out_of_reach(name: str, roots: tuple[str, ...]) -> bool:

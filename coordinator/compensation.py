@@ -375,7 +375,7 @@ def _doubt(effect: EffectFact, later: Sequence[EffectFact], whose: str) -> tuple
     if doubt is None:
         return None
     what = "is uncertain" if doubt == "unreconciled" else "was sent, and its end was never confirmed"
-    how = f"`agentctl effects reconcile {effect.effect_id} --status applied|not-applied` says what became of it"
+    how = f"`agentctl effects reconcile {effect.effect_id} --status applied|not-applied …` says what became of it"
     return f"{doubt}_{whose}_effect", f"{effect.operation} {what}; {how}"
 
 

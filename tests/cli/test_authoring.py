@@ -258,6 +258,11 @@ DENIALS = {
         "toolsDeny",
         "allow filesystem.read",
     ),
+    "second program": (
+        "policy: {processAllowlist: [wc, ls]}\n  tasks: [{id: t, uses: action:sh}]",
+        "'rm'",
+        "processAllowlist: [ls, wc, rm]",
+    ),
     "variable": (
         "policy: {processAllowlist: [rm]}\n  tasks: [{id: t, uses: action:sh, with: {env: {HOME: x}}}]",
         "'HOME'",
@@ -279,7 +284,7 @@ def test_what_is_certain_to_be_denied_is_a_warning_with_its_place(cli: Any, what
     assert named in found["message"]
     assert hint in found["help"]
     assert text.split("\n")[found["line"] - 1].strip()
-    assert found["line"] == {"program": 6, "write": 9, "tool": 10, "variable": 10}[what]
+    assert found["line"] == {"program": 6, "second program": 6, "write": 9, "tool": 10, "variable": 10}[what]
     # It is true: the run is denied, and as a failed task, not as a refused document.
     run = cli.json("run", "flow.yaml")
     assert (run.code, run.data["error"]["code"]) == (4, "policy_denied")

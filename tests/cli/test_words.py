@@ -513,3 +513,15 @@ def test_what_to_do_next_names_the_database_that_was_given(field: Field) -> None
     undriven = field("submit", file, *db).err
     assert "`agentctl --db 'an other/x.db' workers start`" in undriven
     assert "--db" not in field("doctor", env={"AGENTCTL_DB": "an other/x.db"}).out
+
+
+def test_what_a_command_printed_is_told_once_and_its_limit_by_name(field: Field) -> None:
+    actions = {"x": {"kind": "builtin.shell.exec", "command": "sh", "parse": "json", "stdoutLimitBytes": 100}}
+    scripts = {"a": "echo words", "b": "yes | head -c 200"}
+    tasks = [
+        {"id": name, "uses": "action:x", "with": {"args": ["-c", script]}, "failure": "continue"}
+        for name, script in scripts.items()
+    ]
+    told = field("run", field.workflow("w", tasks, actions=actions)).out
+    assert "stdout of 'sh' is not JSON: Expecting value" in told
+    assert "wrote more than 100 bytes (stdout) and was ended; stdoutLimitBytes sets the limit" in told

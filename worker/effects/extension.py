@@ -271,7 +271,7 @@ def _object(data: bytes, fields: set[str], what: str) -> dict[str, Any] | TaskFa
     try:
         value = parse_json(data)
     except JsonError as error:
-        return TaskFault("output_not_json", f"{what} on stdout is not JSON: {error.message}")
+        return TaskFault("output_not_json", f"{what} on stdout is not JSON: {error.message.removeprefix('not JSON: ')}")
     if not isinstance(value, dict):
         return TaskFault("output_not_json", f"{what} on stdout is no JSON object")
     if value.keys() != fields:

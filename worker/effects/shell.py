@@ -335,7 +335,7 @@ def _outcome(launch: _Launch, result: ProcessResult, usage: dict[str, int], note
         except JsonError as error:
             fault = TaskFault(
                 "output_not_json",
-                f"stdout of {launch.command!r} is not JSON: {error.message}",
+                f"stdout of {launch.command!r} is not JSON: {error.message.removeprefix('not JSON: ')}",
                 details={"stdoutTail": tail_of(output["stdout"])},
             )
             return EffectOutcome("failed", output, fault.as_json(), usage, notes)
@@ -416,7 +416,7 @@ def _overflow(launch: _Launch, result: ProcessResult) -> TaskFault:
     code = "subprocess_output_limit_exceeded"
     return TaskFault(
         code,
-        f"{launch.command!r} wrote more than {limit} bytes ({stream}) and was ended",
+        f"{launch.command!r} wrote more than {limit} bytes ({stream}) and was ended; {key} sets the limit",
         retryable=True,
         details={
             "code": code,
