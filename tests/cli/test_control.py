@@ -311,7 +311,7 @@ def test_what_was_allowed_by_its_policy_name_can_be_reconciled(
 
 
 def test_what_is_in_flight_or_confirmed_cannot_be_called_unclear(field: Field) -> None:
-    file = field.workflow("slow", [field.tick_task("a", field.go, idempotent=False)])
+    file = field.workflow("slow", [field.tick_task("a", field.may_end, idempotent=False)])
     pool = field.pool(1)
     run_id = field.submit(file)
     field.busy(run_id)
@@ -319,7 +319,7 @@ def test_what_is_in_flight_or_confirmed_cannot_be_called_unclear(field: Field) -
     refused = said(field, effect, "--status", "not-applied")
     assert (refused.code, refused.error["code"]) == (5, "conflict")
     assert "in flight" in refused.error["message"]
-    field.go.touch()
+    field.may_end.touch()
     assert field.json("wait", run_id).code == 0
     assert "succeeded" in said(field, effect, "--status", "not-applied").error["message"]
     assert said(field, effect, "--status", "compensated", "--compensation-effect", effect).code == 5
@@ -458,12 +458,12 @@ def test_a_paused_run_runs_out_of_time_all_the_same(field: Field) -> None:
 
 
 def test_a_paused_run_finishes_what_runs_and_starts_nothing(field: Field) -> None:
-    file = field.workflow("many", [field.tick_fan("a", 12, field.go, idempotent=False)], concurrency=8)
+    file = field.workflow("many", [field.tick_fan("a", 12, field.may_end, idempotent=False)], concurrency=8)
     pool = field.pool(2)
     run_id = field.submit(file)
     wait_until(lambda: len(field.lines()) == 2, "both workers are at it")
     assert field.json("pause", run_id, "--reason", "lunch").code == 0
-    field.go.touch()
+    field.may_end.touch()
     wait_until(lambda: field.json("status", run_id).data["state"] == "paused", "the run pauses")
     status = field.json("status", run_id).data
     assert status["reason"] == "paused_by_operator"
@@ -481,7 +481,7 @@ def test_a_paused_run_finishes_what_runs_and_starts_nothing(field: Field) -> Non
 
 
 def test_resume_takes_back_a_request_to_pause(field: Field) -> None:
-    file = field.workflow("many", [field.tick_fan("a", 4, field.go, idempotent=False)], concurrency=1)
+    file = field.workflow("many", [field.tick_fan("a", 4, field.may_end, idempotent=False)], concurrency=1)
     pool = field.pool(1)
     run_id = field.submit(file)
     field.busy(run_id)
@@ -489,7 +489,7 @@ def test_resume_takes_back_a_request_to_pause(field: Field) -> None:
     resuming = field.start("resume", run_id)
     withdrawn = "SELECT 1 FROM audit_events WHERE event_type = 'run.pause_withdrawn'"
     wait_until(lambda: field.rows(withdrawn) != [], "the request is taken back")
-    field.go.touch()
+    field.may_end.touch()
     assert resuming.wait().code == 0
     assert len(field.lines()) == 4
     moves = "SELECT json_extract(payload_json, '$.to') FROM audit_events WHERE event_type = 'run.state'"

@@ -25,11 +25,11 @@ def test_a_frozen_worker_is_ended_before_anything_is_handed_on(field: Field, ide
     field.lease(lease)
     pool = field.pool(2)
     runtime = {"budgets": {"maxProcessOutputBytes": 4 * OUTPUT}}
-    tick = field.tick_task("t", field.go, idempotent=idempotent)
+    tick = field.tick_task("t", field.may_end, idempotent=idempotent)
     run_id = field.submit(field.workflow("frozen", [tick], runtime=runtime))
     frozen = field.busy(run_id)
     os.kill(frozen.pid, signal.SIGSTOP)
-    field.go.touch()
+    field.may_end.touch()
     outcome = field.json("wait", run_id, limit=lease * 4 + 30)
     assert gone(frozen.pid), "the frozen holder lives while its task went on"
     with contextlib.suppress(ProcessLookupError):
@@ -58,13 +58,13 @@ def test_a_result_that_comes_too_late_is_refused_and_told_of_once(field: Field) 
     """The claim is taken away from a worker that is well, as by a rescuer that was wrong about its death."""
     field.lease(60)
     pool = field.pool(1)
-    run_id = field.submit(field.workflow("late", [field.tick_task("t", field.go, idempotent=True)]))
+    run_id = field.submit(field.workflow("late", [field.tick_task("t", field.may_end, idempotent=True)]))
     worker = field.busy(run_id)
     store = Store(field.database, SystemClock())
     [(attempt_id, delivery, *_)] = store.claims([worker.process_id])
     assert store.rescue([(attempt_id, delivery)], dead=[], why="somebody is wrong", actor="test") == ["ready"]
     store.close()
-    field.go.touch()
+    field.may_end.touch()
     outcome = field.json("wait", run_id, limit=60)
     assert (outcome.code, outcome.data["state"]) == (0, "succeeded")
     assert [entry.pid for entry in field.workers()] == [worker.pid], "it lives, and has done it again"

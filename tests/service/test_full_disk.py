@@ -32,13 +32,13 @@ def test_a_pool_ends_and_goes_on_later(field: Field) -> None:
         return field.start("workers", "start", "-n", "2", prefix=inside)
 
     wait_until(lambda: "tmpfs" in run("doctor").out, "the small disk is there", seconds=20)
-    tasks = [field.tick_fan("t", 20, idempotent=False), field.tick_fan("u", 100, field.go, idempotent=False)]
+    tasks = [field.tick_fan("t", 20, idempotent=False), field.tick_fan("u", 100, field.may_end, idempotent=False)]
     file = field.workflow("w", tasks, concurrency=4)
     run_id = run("submit", file).data["runId"]
     pool = start()
     wait_until(lambda: len(field.lines()) == 22, "twenty are done, and both workers are in the middle of one")
     subprocess.run([*inside, "sh", "-c", f"dd if=/dev/zero of={place}/fill bs=64k 2>/dev/null || true"], check=True)
-    field.go.touch()
+    field.may_end.touch()
     ended = pool.wait(60)
     assert ended.code == 5, ended.err
     assert "is full" in ended.err

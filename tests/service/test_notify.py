@@ -56,13 +56,13 @@ def test_a_worker_is_busy_for_long_and_alive(field: Field, manager: Manager) -> 
     """An attempt that takes many times the watchdog's limit is no hang: the worker watches it itself."""
     coordinator = field.coordinator()
     process = field.start(*ONE_WORKER, env=manager.environment(watchdog=1))
-    run_id = field.submit(field.workflow("long", [field.tick_task("t", field.go, idempotent=False)]))
+    run_id = field.submit(field.workflow("long", [field.tick_task("t", field.may_end, idempotent=False)]))
     wait_until(lambda: len(field.lines()) == 1, "it has begun")
     manager.drain()
     heard = len(manager.heard("WATCHDOG=1"))
     assert manager.listen(lambda: len(manager.heard("WATCHDOG=1")) >= heard + 8), "signs of life go on"
     assert field.tasks(run_id)["t"][0] == "running"
-    field.go.touch()
+    field.may_end.touch()
     assert field.json("wait", run_id).code == 0
     field.check_clean_end(drained=[process, coordinator])
 

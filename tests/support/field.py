@@ -167,7 +167,7 @@ class Field:
         self.root = root.resolve()
         self.folder = self.root / "work"
         self.ledger = self.root / "ledger"
-        self.go = self.root / "go"
+        self.may_end = self.root / "may-end"
         self.tick = self.tool("tick", TICK)
         self._logs = self.root / "logs"
         for folder in (self.folder, self._logs):
@@ -248,7 +248,7 @@ class Field:
 
     def tick_task(self, id: str, rest: float | Path = 0, *, idempotent: bool, **fields: Any) -> dict[str, Any]:
         """TICK-I or TICK-N: the idempotent one may be tried three times. It rests for so many seconds, or until a file
-        is there (`go`): for what has to happen meanwhile, however long that takes."""
+        is there (`may_end`): for what has to happen meanwhile, however long that takes."""
         task: dict[str, Any] = {
             "id": id,
             "uses": "action:tick-i" if idempotent else "action:tick-n",
