@@ -234,6 +234,19 @@ def test_sql_asks_no_clock() -> None:
                 assert not word.search(line), f"{name_of(path)}:{number}: {line.strip()}"
 
 
+def test_a_sleep_in_a_test_says_why() -> None:
+    """No test sleeps to be right (house rule 5). One that varies a moment, or measures a time, says so in its line."""
+    silent = []
+    for path in sorted((ROOT / "tests").rglob("test_*.py")):
+        text = path.read_text(encoding="utf-8")
+        for node in ast.walk(ast.parse(text)):
+            if isinstance(node, ast.Call) and ast.unparse(node.func) in ("time.sleep", "CLOCK.sleep", "sleep"):
+                line = text.splitlines()[node.lineno - 1]
+                if "  # " not in line:
+                    silent.append(f"{name_of(path)}:{node.lineno}: {line.strip()}")
+    assert silent == []
+
+
 # -- processes ---------------------------------------------------------------------------------------------------------
 
 

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 from support.agents import ECHO, READ, WRITE, asked, document, shell_tool, write_script
 from support.rows import rows, scalar
+from support.scale import time_limit
 from support.site import Answer, Site
 
 ASK: dict[str, Any] = {"id": "ask", "uses": "agent:helper", "with": {"prompt": "why?"}}
@@ -552,7 +553,7 @@ def test_cancelling_ends_a_slow_model(talk: Talk) -> None:
 
 def test_the_limit_of_a_task_ends_its_calls(talk: Talk) -> None:
     """A task's own limit holds for all its calls together: what is asked then is in doubt, and nothing follows."""
-    value = document([{**ASK, "timeoutSeconds": 1, "retry": {"maxAttempts": 3}}], tools={"read": READ})
+    value = document([{**ASK, "timeoutSeconds": time_limit(), "retry": {"maxAttempts": 3}}], tools={"read": READ})
     answer = talk.run(value, [LOOK, {**DONE, "delayMs": 60_000}])
     assert (answer.code, answer.data["reason"]) == (3, "uncertain_effect")
     assert talk.effects()[-1] == ("model", "uncertain", 1)
@@ -561,7 +562,7 @@ def test_the_limit_of_a_task_ends_its_calls(talk: Talk) -> None:
 
 def test_a_worker_that_drains_stops_between_two_steps(talk: Talk) -> None:
     """What it has is recorded; who takes over goes on with the next step."""
-    write_script(talk.folder, [{**LOOK, "delayMs": 1500}, DONE])
+    write_script(talk.folder, [{**LOOK, "delayMs": 1500 * time_limit()}, DONE])
     file = talk.site.write("flow.yaml", document([ASK], tools={"read": READ}))
     first = talk.site.start("workers", "start", "-n", "1", "--drain-seconds", "20")
     run_id = talk.site.submit(file)
@@ -603,7 +604,7 @@ def shells(*tasks: dict[str, Any], retry_safe: bool = False, **tools: str) -> di
         name: {"kind": "builtin.shell.exec", "command": "sh", "idempotency": how}
         for name, how in {**tools, "other": "at_most_once"}.items()
     }
-    found = {name: {**shell_tool(name, how), "timeoutSeconds": 1} for name, how in tools.items()}
+    found = {name: {**shell_tool(name, how), "timeoutSeconds": time_limit()} for name, how in tools.items()}
     found["pay"]["retrySafe"] = retry_safe
     return document([ASK, *tasks], tools=found, actions=actions)
 

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 from support.children import wait_until
 from support.field import Field
+from support.scale import time_limit
 from support.undo import AUTOMATIC, DO, UNDO, Undo
 
 
@@ -335,7 +336,7 @@ def test_an_effect_that_did_not_happen_is_not_undone(field: Field, undo: Undo) -
 
 def test_an_attempt_that_was_repeated_answers_for_the_one_before(field: Field, undo: Undo) -> None:
     field.text("slow-b", "")
-    again = undo.task("b", uses="again", timeoutSeconds=1, retry={"maxAttempts": 2, "backoffMs": 60000})
+    again = undo.task("b", uses="again", timeoutSeconds=time_limit(), retry={"maxAttempts": 2, "backoffMs": 60000})
     process = field.start("run", undo.write([again, undo.end("b")]))
     wait_until(
         lambda: field.rows("SELECT 1 FROM tasks WHERE state = 'retry_scheduled'") != [], "the second attempt waits"

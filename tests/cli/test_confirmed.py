@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 from support.children import wait_until
 from support.field import Field, sh
+from support.scale import time_limit
 
 POLICY = {"approval": "never", "processAllowlist": ["sh"], "writableRoots": ["out"], "environmentAllowlist": ["TOKEN"]}
 KEEPS = "echo $AGENTCTL_EFFECT_ID >> ledger; mkdir -p out; echo made > out/made"
@@ -77,7 +78,9 @@ ONCE_IN_VAIN = "echo $AGENTCTL_EFFECT_ID >> ledger; [ $(wc -l < ledger) -ge 2 ] 
 @pytest.mark.parametrize("idempotency", ["keyed", "idempotent"])
 def test_a_keyed_command_is_repeated_under_its_key(field: Field, idempotency: str) -> None:
     """Another attempt has effects of its own, with ids of their own; the other side knows the key only."""
-    file = one(field, sh(ONCE_IN_VAIN, idempotency=idempotency), timeoutSeconds=2, retry={"maxAttempts": 2})
+    file = one(
+        field, sh(ONCE_IN_VAIN, idempotency=idempotency), timeoutSeconds=max(2, time_limit()), retry={"maxAttempts": 2}
+    )
     assert field.json("run", file).code == 0
     first, second = ledger(field)
     effects = field.rows("SELECT effect_id, idempotency_key FROM effects ORDER BY attempt")
@@ -90,7 +93,7 @@ def test_a_keyed_command_is_repeated_under_its_key(field: Field, idempotency: st
 def test_what_repeats_under_a_key_is_found_by_it(field: Field) -> None:
     """Its worker dies: its process is ended before anybody sends it once more, under the same key."""
     script = "echo $AGENTCTL_EFFECT_ID >> ledger; [ $(wc -l < ledger) -ge 3 ] || exec sleep 60"
-    file = one(field, sh(script, idempotency="keyed"), timeoutSeconds=4, retry={"maxAttempts": 2})
+    file = one(field, sh(script, idempotency="keyed"), timeoutSeconds=time_limit(3), retry={"maxAttempts": 2})
     pool = field.pool(1)
     run_id = field.submit(file)
     wait_until(lambda: (field.folder / "ledger").exists() and len(ledger(field)) == 2, "the second attempt")

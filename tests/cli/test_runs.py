@@ -13,7 +13,7 @@ import subprocess
 import sys
 import termios
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
 from typing import Any
@@ -26,14 +26,6 @@ from support.field import Field
 CLOCK = SystemClock()
 
 
-def until(condition: Callable[[], bool], seconds: float = 30) -> None:
-    """Poll until `condition` holds; fails when it does not in time."""
-    deadline = CLOCK.monotonic() + seconds
-    while not condition():
-        assert CLOCK.monotonic() < deadline, "it did not happen in time"
-        CLOCK.sleep(0.02)
-
-
 def script(text: str) -> str:
     return "script=" + json.dumps(text)
 
@@ -43,11 +35,12 @@ def pool(cli: Any) -> Iterator[Any]:
     """A pool of two workers with a coordinator on the default database."""
     process = cli.start("workers", "start", "-n", "2", "--name", "p", "--drain-seconds", "2")
     try:
-        until(
+        wait_until(
             lambda: (
                 cli.database.exists()
                 and sum(w["state"] == "idle" for w in cli.json("workers", "list").data["workers"]) == 2
-            )
+            ),
+            "two idle workers",
         )
         yield process
     finally:
@@ -148,19 +141,20 @@ def test_a_run_that_has_ended_is_not_cancelled_or_resumed(cli: Any) -> None:
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_the_first_signal_cancels_a_foreground_run(cli: Any, number: signal.Signals) -> None:
     process = cli.start("run", "shell.yaml", "--input", script("echo $$ > pid; exec sleep 60"), "--output", "json")
-    until(lambda: (cli.folder / "pid").exists() and (cli.folder / "pid").read_text().endswith("\n"))
+    pid = cli.folder / "pid"
+    wait_until(lambda: pid.exists() and pid.read_text().endswith("\n"), "its command runs")
     process.send_signal(number)
     out, err = process.communicate(timeout=30)
     assert (process.returncode, err) == (130, "")
     outcome = json.loads(out)["data"]
     assert (outcome["state"], outcome["reason"]) == ("cancelled", "cancel_requested")
-    assert not Path(f"/proc/{(cli.folder / 'pid').read_text().strip()}").exists()
+    assert not Path(f"/proc/{pid.read_text().strip()}").exists()
 
 
 def test_a_signal_at_any_moment_leaves_no_run_to_nobody(cli: Any) -> None:
     for round in range(12):
         process = cli.start("run", "shell.yaml", "--input", script("exec sleep 60"), "--output", "json")
-        CLOCK.sleep(0.05 + 0.06 * round)
+        CLOCK.sleep(0.05 + 0.06 * round)  # the moment is what is varied
         process.send_signal(signal.SIGINT)
         try:
             _, err = process.communicate(timeout=30)
@@ -259,11 +253,11 @@ def test_resume_drives_a_run_that_nobody_drives(cli: Any) -> None:
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_who_resumes_what_a_pool_drives_looks_on_like_wait(cli: Any, pool: Any, number: signal.Signals) -> None:
     run_id = cli.json("submit", "shell.yaml", "--input", script("until test -e go; do sleep 0.1; done")).data["runId"]
-    until(lambda: cli.json("status", run_id).data["driver"] is not None)
+    wait_until(lambda: cli.json("status", run_id).data["driver"] is not None, "the pool drives it")
     process = cli.start("resume", run_id)
     with closing(sqlite3.connect(cli.database)) as database:
         follows = "SELECT COUNT(*) FROM processes WHERE kind = 'run' AND stopped_at IS NULL"
-        until(lambda: database.execute(follows).fetchone() == (1,))
+        wait_until(lambda: database.execute(follows).fetchone() == (1,), "it follows")
     process.send_signal(number)
     _, err = process.communicate(timeout=30)
     assert (process.returncode, err) == (130, "")
@@ -304,7 +298,8 @@ def test_watch_and_cancel_from_other_shells(cli: Any, pool: Any) -> None:
         "runId"
     ]
     watching = cli.start("watch", run_id, "--output", "json")
-    until(lambda: len(cli.json("status", run_id).data["running"]) == 2)
+    first = watching.stdout.readline()  # it has seen the run before that is cancelled
+    wait_until(lambda: len(cli.json("status", run_id).data["running"]) == 2, "two of three run")
     status = cli.json("status", run_id).data
     assert {item["why"] for item in status["waiting"]} == {"place", "needs"}
     assert status["driver"]["liveness"] == "alive"
@@ -313,7 +308,7 @@ def test_watch_and_cancel_from_other_shells(cli: Any, pool: Any) -> None:
     assert (cancelled.code, cancelled.data["requested"]) == (0, True)
     out, err = watching.communicate(timeout=30)
     assert (watching.returncode, err) == (130, "")
-    lines = [json.loads(line) for line in out.splitlines()]
+    lines = [json.loads(line) for line in (first + out).splitlines()]
     assert len(lines) >= 2
     assert [line["kind"] for line in lines[:-1]] == ["RunStatus"] * (len(lines) - 1)
     assert lines[0]["data"]["state"] == "running"
@@ -325,8 +320,8 @@ def test_watch_and_cancel_from_other_shells(cli: Any, pool: Any) -> None:
 
 def test_a_foreground_run_that_is_cancelled_elsewhere_exits_130(cli: Any) -> None:
     process = cli.start("run", "shell.yaml", "--input", script("exec sleep 60"), "--output", "json")
-    until(lambda: cli.database.exists() and bool(cli.json("runs", "list").data["runs"]))
-    until(lambda: bool(cli.json("status", "@latest").data["running"]))
+    wait_until(lambda: cli.database.exists() and bool(cli.json("runs", "list").data["runs"]), "there is a run")
+    wait_until(lambda: bool(cli.json("status", "@latest").data["running"]), "its command runs")
     run_id = cli.json("runs", "list").data["runs"][0]["runId"]
     assert cli("cancel", run_id).code == 0
     out, _ = process.communicate(timeout=30)
@@ -335,12 +330,15 @@ def test_a_foreground_run_that_is_cancelled_elsewhere_exits_130(cli: Any) -> Non
 
 
 def test_leaving_watch_does_not_touch_the_run(cli: Any, pool: Any) -> None:
-    run_id = cli.json("submit", "shell.yaml", "--input", script("sleep 2")).data["runId"]
-    watching = cli.start("watch", run_id)
-    until(lambda: bool(cli.json("status", run_id).data["running"]))
+    waits = "until [ -e go ]; do sleep 0.05; done"
+    run_id = cli.json("submit", "shell.yaml", "--input", script(waits)).data["runId"]
+    watching = cli.start("watch", run_id, "--output", "json")
+    watching.stdout.readline()  # an interpreter that still starts would die of the signal by itself
     watching.send_signal(signal.SIGINT)
     _, err = watching.communicate(timeout=30)
     assert (watching.returncode, err) == (130, "")
+    assert cli.json("status", run_id).data["state"] == "running"
+    cli.write("go", "")
     assert cli.json("wait", run_id).data["state"] == "succeeded"
 
 
@@ -379,12 +377,12 @@ def test_drain_and_stop(cli: Any, pool: Any) -> None:
     def states() -> dict[str, str]:
         return {w["name"]: w["state"] for w in cli.json("workers", "list").data["workers"]}
 
-    until(lambda: states() == {"p-1": "stopped", "p-2": "idle"})
+    wait_until(lambda: states() == {"p-1": "stopped", "p-2": "idle"}, "one worker has drained")
     stopped = cli.json("workers", "stop")
     assert stopped.code == 0
     assert [process["pid"] for process in stopped.data["signalled"]] == [pool.pid]
     assert pool.wait(timeout=30) == 0
-    until(lambda: states() == {"p-1": "stopped", "p-2": "stopped"})
+    wait_until(lambda: states() == {"p-1": "stopped", "p-2": "stopped"}, "both have stopped")
     again = cli("workers", "stop")
     assert again.code == 0
     assert "no pool is live" in again.err

@@ -208,9 +208,10 @@ def test_the_status_after_a_stop_tells_what_became_of_running_tasks(field: Field
     """The coordinator ended first, so nobody has recorded what the workers have finished."""
     pool = field.pool(2, "--no-coordinator")
     coordinator = field.coordinator()
-    run_id = field.submit(field.workflow("w", [field.tick_fan("t", 3, 1, idempotent=False)], concurrency=2))
+    run_id = field.submit(field.workflow("w", [field.tick_fan("t", 3, field.may_end, idempotent=False)], concurrency=2))
     wait_until(lambda: len(field.lines()) == 2, "two run")
     field.stop(coordinator)
+    field.may_end.touch()
     field.stop(pool)
     data = field.json("status", run_id).data
     assert data["taskCounts"]["running"] == 2

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -16,7 +17,7 @@ from agentctl.store.timing import Timing
 from support.builders import LEASE_MS, Driver, Hand, effect_request, new_run, open_store, process_row
 from support.children import Children, wait_until
 from support.clock import ManualClock
-from support.rows import attempt, effect
+from support.rows import attempt, effect, rows
 
 TIMING = Timing(LEASE_MS / 1000, 3.0)
 STEP = 0.5
@@ -37,11 +38,13 @@ def rescuer(store: Store, clock: ManualClock) -> Rescuer:
 class Holder:
     """A real process that holds an attempt, with a command in flight, and never says anything."""
 
-    def __init__(self, store: Store, children: Children, *, idempotency: str) -> None:
+    def __init__(self, store: Store, children: Children, *, idempotency: str, elsewhere: bool = False) -> None:
         self._store = store
         self.process = children.command("sleep", "600")
         identity = process_identity.of(self.process.pid)
         assert identity is not None
+        if elsewhere:
+            identity = replace(identity, pid_namespace=identity.pid_namespace + 1)
         self.identity: ProcessIdentity = identity
         row = process_row("w1", state="busy", now=store.clock.now(), identity=identity.as_text(), pid=identity.pid)
         store.register(row)
@@ -63,8 +66,8 @@ class Holder:
 
 @pytest.fixture
 def holder(store: Store, children: Children) -> Callable[..., Holder]:
-    def make(idempotency: str = "idempotent") -> Holder:
-        return Holder(store, children, idempotency=idempotency)
+    def make(idempotency: str = "idempotent", **where: bool) -> Holder:
+        return Holder(store, children, idempotency=idempotency, **where)
 
     return make
 
@@ -97,6 +100,22 @@ def test_a_silent_holder_is_ended_after_lease_and_grace(
     expected = ("ready", "requested") if idempotency == "idempotent" else ("finished", "uncertain")
     found = attempt(store, silent.claim.fence.attempt_id)["state"], effect(store, silent.request.effect_id)["status"]
     assert found == expected
+
+
+def test_nobody_is_dead_who_cannot_be_looked_up_from_here(
+    store: Store, clock: ManualClock, rescuer: Rescuer, holder: Callable[..., Holder]
+) -> None:
+    """Not before lease and grace; and then it may live on, so even what may be repeated is in doubt."""
+    silent = holder("idempotent", elsewhere=True)
+    waited = seconds_until_rescued(rescuer, clock, 3 * rescuer.patience)
+    assert waited is not None
+    assert rescuer.patience - 2 * STEP <= waited
+    assert silent.process.poll() is None, "it is not the process of that number here"
+    assert attempt(store, silent.claim.fence.attempt_id)["state"] == "finished"
+    assert rows(store, "SELECT status, notes_json FROM effects") == [("uncertain", '{"holderMayLive":"w1"}')]
+    row = store.get_process("w1")
+    assert row is not None
+    assert row.state != "dead"
 
 
 def test_whoever_renews_is_left_alone(

@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 from support.rows import rows, scalar
-from support.scale import scale
+from support.scale import scale, short_lease
 from support.site import Site, is_stopped, kill
 
 ASK_POINTS = ("after_claim", "before_effect_start", "after_effect_start", "before_finish", "after_finish")
@@ -29,7 +29,7 @@ ACTIONS = ("kill", "parent", "stop")
 REPEATABLE = ("pure", "idempotent", "keyed")
 CLASSES = (*REPEATABLE, "at_most_once", "unknown")
 
-LEASE, HEARTBEAT = 1.0, 0.2
+LEASE, HEARTBEAT = short_lease(), 0.2
 SHORT = {"AGENTCTL_LEASE_SECONDS": str(LEASE), "AGENTCTL_HEARTBEAT_SECONDS": str(HEARTBEAT)}
 GRACE = 2 * LEASE + 5 + 5
 AT_ONCE = 14.0

@@ -79,7 +79,7 @@ def test_kills_at_random_moments(tmp_path: Path) -> None:
             for name in names:
                 wait_until(name.exists, "all three are at it")
             for process in chance.sample(started, 3):
-                time.sleep(chance.random() * 0.03)
+                time.sleep(chance.random() * 0.03)  # the moment is what is varied
                 assert process.is_alive()
                 kill(process)
         again = Store(database, SystemClock())

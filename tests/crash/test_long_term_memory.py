@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 from support.rows import rows
-from support.scale import scale
+from support.scale import scale, short_lease
 from support.site import Site, is_stopped, kill
 
 POINTS = (
@@ -24,7 +24,7 @@ POINTS = (
     "after_finish",
 )
 KEYS = [f"k{number}" for number in range(5)]
-SHORT = {"AGENTCTL_LEASE_SECONDS": "1", "AGENTCTL_HEARTBEAT_SECONDS": "0.2"}
+SHORT = {"AGENTCTL_LEASE_SECONDS": str(short_lease()), "AGENTCTL_HEARTBEAT_SECONDS": "0.2"}
 CONFIRMED = "SELECT COUNT(*) FROM effects WHERE operation = 'builtin.long_term_memory.write' AND status = 'succeeded'"
 
 WORKFLOW: dict[str, Any] = {

@@ -21,7 +21,7 @@ from agentctl.store.clock import SystemClock
 from agentctl.store.faults import POINTS
 from agentctl.store.records import ProcessRow
 from support.rows import rows
-from support.scale import scale, time_factor
+from support.scale import scale, short_lease, time_factor
 from support.site import Picture, Site, is_stopped, kill
 
 WORKER_POINTS = (
@@ -47,7 +47,7 @@ ACTIONS = ("kill", "parent", "stop")
 REPEATABLE = ("pure", "idempotent", "keyed")
 CLASSES = (*REPEATABLE, "at_most_once", "unknown")
 
-LEASE, HEARTBEAT = 1.0, 0.2
+LEASE, HEARTBEAT = short_lease(), 0.2
 SHORT = {"AGENTCTL_LEASE_SECONDS": str(LEASE), "AGENTCTL_HEARTBEAT_SECONDS": str(HEARTBEAT)}
 GRACE = 2 * LEASE + 5 + 5
 """A lease, the grace after it, the wait for the end of what was killed, and the gate: nobody hangs for longer."""

@@ -11,10 +11,11 @@ import pytest
 from support.field_models import NETWORK
 from support.peers import PeerServer
 from support.rows import rows
+from support.scale import short_lease
 from support.site import Answer, Site
 
 POLICY = {**NETWORK, "approval": "never"}
-FAST = {"AGENTCTL_LEASE_SECONDS": "2", "AGENTCTL_HEARTBEAT_SECONDS": "0.3"}
+FAST = {"AGENTCTL_LEASE_SECONDS": str(short_lease(2)), "AGENTCTL_HEARTBEAT_SECONDS": "0.3"}
 
 
 class Remote:

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 from support.children import wait_until
 from support.field import Field
-from support.scale import repeats
+from support.scale import repeats, short_lease
 from support.undo import AUTOMATIC, Undo
 
 SEED = int(os.environ.get("AGENTCTL_TEST_SEED") or random.randrange(2**32))
@@ -26,7 +26,7 @@ WORKER_POINTS = ("after_claim", "before_effect_start", "before_finish", "after_f
 def undo(tmp_path: Path) -> Iterator[Undo]:
     print(f"AGENTCTL_TEST_SEED={SEED}")  # noqa: T201
     field = Field(tmp_path)
-    field.lease(1.0)
+    field.lease(short_lease())
     try:
         yield Undo(field)
     finally:

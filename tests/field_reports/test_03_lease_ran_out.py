@@ -10,8 +10,9 @@ import pytest
 from agentctl.store.clock import SystemClock
 from agentctl.store.engine import Store
 from support.field import Field, eventually, gone, seconds
+from support.scale import short_lease
 
-LEASE = 1.5
+LEASE = short_lease(1.2)
 OUTPUT = 2 << 20
 """What a command may print by default, and so what it reserves."""
 
@@ -19,15 +20,16 @@ OUTPUT = 2 << 20
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("idempotent", [True, False])
 def test_a_frozen_worker_is_ended_before_anything_is_handed_on(field: Field, idempotent: bool) -> None:
-    """SIGSTOP to the worker, not to its child; another worker is well. Then SIGCONT, which nobody is there to hear."""
+    """SIGSTOP to the worker, not to its child, which ends; another worker is well. SIGCONT finds nobody."""
     lease = seconds(5, LEASE)
     field.lease(lease)
     pool = field.pool(2)
     runtime = {"budgets": {"maxProcessOutputBytes": 4 * OUTPUT}}
-    tick = field.tick_task("t", lease * 0.6, idempotent=idempotent)
+    tick = field.tick_task("t", field.may_end, idempotent=idempotent)
     run_id = field.submit(field.workflow("frozen", [tick], runtime=runtime))
     frozen = field.busy(run_id)
     os.kill(frozen.pid, signal.SIGSTOP)
+    field.may_end.touch()
     outcome = field.json("wait", run_id, limit=lease * 4 + 30)
     assert gone(frozen.pid), "the frozen holder lives while its task went on"
     with contextlib.suppress(ProcessLookupError):
@@ -56,12 +58,13 @@ def test_a_result_that_comes_too_late_is_refused_and_told_of_once(field: Field) 
     """The claim is taken away from a worker that is well, as by a rescuer that was wrong about its death."""
     field.lease(60)
     pool = field.pool(1)
-    run_id = field.submit(field.workflow("late", [field.tick_task("t", 2, idempotent=True)]))
+    run_id = field.submit(field.workflow("late", [field.tick_task("t", field.may_end, idempotent=True)]))
     worker = field.busy(run_id)
     store = Store(field.database, SystemClock())
     [(attempt_id, delivery, *_)] = store.claims([worker.process_id])
     assert store.rescue([(attempt_id, delivery)], dead=[], why="somebody is wrong", actor="test") == ["ready"]
     store.close()
+    field.may_end.touch()
     outcome = field.json("wait", run_id, limit=60)
     assert (outcome.code, outcome.data["state"]) == (0, "succeeded")
     assert [entry.pid for entry in field.workers()] == [worker.pid], "it lives, and has done it again"
@@ -74,7 +77,7 @@ def test_a_result_that_comes_too_late_is_refused_and_told_of_once(field: Field) 
 @pytest.mark.timeout(600)
 def test_a_task_that_takes_longer_than_its_lease_is_left_alone(field: Field) -> None:
     """Case (c): 16 TICK-N of four leases each on 8 workers, nothing disturbed."""
-    lease = seconds(5, 1.2)
+    lease = seconds(5, LEASE)
     field.lease(lease)
     pool = field.pool(8)
     run_id = field.submit(field.workflow("long", [field.tick_fan("t", 16, 4 * lease, idempotent=False)]))

@@ -18,9 +18,9 @@ from support.field import Field, eventually, gone, seconds
 from support.field_models import ask, models
 from support.model_server import Play, model_server
 from support.peers import PeerServer
-from support.scale import time_factor
+from support.scale import short_lease
 
-LEASE = 1.2 * max(1.0, time_factor() / 2)
+LEASE = short_lease(1.2)
 SLOW = """\
 import json, sys, time
 told = {"protocolVersion": "agentctl.dev/process-extension/v1", "name": "slow", "inputSchema": True,

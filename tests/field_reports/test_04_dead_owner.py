@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import pytest
 from support.field import Field, Started, WorkerRow, eventually, gone, kill, seconds
+from support.scale import short_lease
 
-LEASE = 1.5
+LEASE = short_lease(1.5)
 
 
 def _begin(field: Field, idempotent: bool) -> tuple[Started, WorkerRow, str]:

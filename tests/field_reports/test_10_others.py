@@ -13,8 +13,9 @@ import pytest
 from support.field import Field, bound, gone
 from support.field_models import action_tool, models
 from support.model_server import Play, model_server
+from support.scale import time_limit
 
-LIMIT = 2
+LIMIT = time_limit(2)
 BACKGROUND = 'sleep 300 & echo "$!" > "$0"; echo hi'
 SLEEPER = 'sleep 300 & echo "$!" > "$0"; wait'
 EXTENSION = """\
@@ -103,7 +104,7 @@ def test_the_worker_takes_its_next_task_in_time(field: Field, what: str, how: st
         assert (outcome.code, outcome.data["reason"], statuses) == (3, "uncertain_effect", ["uncertain"])
     assert field.labels() == ["next"]
     [created] = field.rows("SELECT created_at FROM runs WHERE run_id = ?", run_id)
-    assert field.lines()[-1].time - created[0] / 1000 < bound(LIMIT + 5)
+    assert field.lines()[-1].time - created[0] / 1000 < LIMIT + bound(5)
     assert mark.read_text().split() != []
     assert all(gone(int(pid)) for pid in mark.read_text().split()), "a background child lives on"
     assert [entry.pid for entry in field.workers()] == [worker.pid], "the worker itself lives on"

@@ -6,8 +6,9 @@ from pathlib import Path
 
 import pytest
 from support.field import Field, bound, gone
+from support.scale import time_limit
 
-LIMIT = 2
+LIMIT = time_limit(2)
 
 CASES = {
     "background": 'sleep 300 & echo "$!" > "$0"; echo hi',
@@ -26,7 +27,7 @@ def _peak(pid: int) -> int:
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("case", CASES)
 def test_the_worker_takes_its_next_task_in_time(field: Field, case: str) -> None:
-    """Effect timeout 2 s; one worker; whatever the child does, the next task begins 5 s after the limit at most."""
+    """A limit of 2 s; one worker; whatever the child does, the next task begins 5 s after the limit at most."""
     pool = field.pool(1)
     [worker] = field.workers("idle")
     warm_up = field.workflow("warm", [field.tick_task("warm", idempotent=True)])
@@ -59,7 +60,7 @@ def test_the_worker_takes_its_next_task_in_time(field: Field, case: str) -> None
     outcome = field.json("wait", run_id)
     assert field.labels() == ["warm", "next"]
     [started] = field.rows("SELECT e.started_at FROM effects e WHERE e.run_id = ? AND e.task_id = 'case'", run_id)
-    assert field.lines()[-1].time - started[0] / 1000 < bound(LIMIT + 5)
+    assert field.lines()[-1].time - started[0] / 1000 < LIMIT + bound(5)
     inspected = field.json("inspect", run_id).data
     [task] = [item for item in inspected["tasks"] if item["taskId"] == "case"]
     [effect] = [item for item in inspected["effects"] if item["request"]["taskId"] == "case"]

@@ -55,7 +55,7 @@ def test_ten_of_a_hundred_to_the_last_unit(field: Field) -> None:
         samples = []
         while field.scalar("SELECT state FROM runs WHERE run_id = ?", run_id) == "running":
             samples.append(sample(field, run_id))
-            time.sleep(0.02)
+            time.sleep(0.02)  # the distance of two samples
         outcome = field.json("wait", run_id)
         assert (outcome.code, outcome.data["reason"]) == (4, "budget_exceeded")
         assert len(field.lines()) == LIMIT
@@ -134,7 +134,7 @@ def test_the_limit_holds_while_workers_are_killed_and_after_reconciliation(field
                         assert said.code == 0, said.err
                         told[status] += 1
                         undone += status == "not-applied"
-                time.sleep(0.02)
+                time.sleep(0.02)  # the distance of two looks
         outcome = field.json("wait", run_id)
         assert (outcome.code, outcome.data["reason"]) == (4, "budget_exceeded")
         assert max(sampler.samples) <= LIMIT

@@ -11,12 +11,13 @@ from support.children import wait_until
 from support.field import Field
 from support.field_models import ask, models
 from support.model_server import ModelServer, Play, closed_port, model_server
+from support.scale import time_limit
 
 
 def document(field: Field, url: str, backoff_ms: int = 0) -> str:
     task = ask("ask", retry={"maxAttempts": 3, "backoffMs": backoff_ms})
     runtime = {"budgets": {"maxProviderRequests": 10}}
-    return field.workflow("report-17", [task], runtime=runtime, **models(url, agent={"timeoutSeconds": 1}))
+    return field.workflow("report-17", [task], runtime=runtime, **models(url, agent={"timeoutSeconds": time_limit()}))
 
 
 ANSWER = {

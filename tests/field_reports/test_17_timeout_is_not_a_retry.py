@@ -9,13 +9,14 @@ from __future__ import annotations
 import pytest
 from support.children import wait_until
 from support.field import Field
+from support.scale import time_limit
 
 RETRY = {"maxAttempts": 3, "backoffMs": 10}
 
 
 @pytest.mark.parametrize("status", ["applied", "not-applied"])
 def test_what_ran_out_of_time_is_not_sent_again(field: Field, status: str) -> None:
-    task = field.tick_task("a", 60, idempotent=False, timeoutSeconds=1, retry=RETRY)
+    task = field.tick_task("a", 60, idempotent=False, timeoutSeconds=time_limit(), retry=RETRY)
     result = field.json("run", field.workflow("slow", [task]))
     assert (result.code, result.data["reason"]) == (3, "uncertain_effect")
     assert len(field.lines()) == 1
@@ -31,7 +32,7 @@ def test_what_ran_out_of_time_is_not_sent_again(field: Field, status: str) -> No
 
 
 def test_a_timeout_of_what_may_be_repeated_follows_the_retry_policy(field: Field) -> None:
-    task = field.tick_task("a", 60, idempotent=True, timeoutSeconds=1, retry=RETRY)
+    task = field.tick_task("a", 60, idempotent=True, timeoutSeconds=time_limit(), retry=RETRY)
     result = field.json("run", field.workflow("slow", [task]))
     assert (result.code, result.data["error"]["code"]) == (4, "process_timeout")
     assert len(field.lines()) == 3

@@ -11,7 +11,6 @@ from __future__ import annotations
 import json
 import os
 import sqlite3
-import time
 from collections.abc import Callable
 from contextlib import closing
 from pathlib import Path
@@ -359,9 +358,10 @@ def test_a_worker_leaves_work_of_the_future_alone(field: Field) -> None:
     wait_until(lambda: bool(field.rows("SELECT 1 FROM attempts WHERE state = 'ready'")), "ready work")
     field.change("UPDATE runs SET runtime_state_version = 2 WHERE run_id = ?", run_id)
     pool = field.pool(2, "--no-coordinator")
-    time.sleep(1.5)  # longer than the slowest look of an idle worker; that nothing happens has no other sign
-    assert field.lines() == []
-    assert field.scalar("SELECT state FROM attempts") == "ready"
+    other = field.submit(file)
+    assert field.json("wait", other).code == 0, "what came later is taken in its place"
+    assert field.labels() == ["small"]
+    assert field.rows("SELECT state FROM attempts WHERE run_id = ?", run_id) == [("ready",)]
     for process in (pool, coordinator):
         field.stop(process)
 

@@ -46,10 +46,11 @@ def test_who_works_on_a_file_that_is_gone_ends(field: Field, kind: str, take_awa
 
 def test_a_worker_that_executes_finishes_and_ends(field: Field) -> None:
     field.lease(5, 0.5)
-    run_id = field.submit(field.workflow("any", [field.tick_task("t", 3, idempotent=True)]))
+    run_id = field.submit(field.workflow("any", [field.tick_task("t", field.may_end, idempotent=True)]))
     pool = field.pool(1)
     field.busy(run_id)
     _remove(field.database)
+    field.may_end.touch()
     result = pool.wait()
     assert result.code == 5, result.err
     assert "was removed" in result.err or "there is no database" in result.err

@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 import signal
 import socket
+import sqlite3
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -17,6 +19,17 @@ from support.manager import Manager
 ONE_WORKER = ("worker", "start", "--name", "w1")
 POOL = ("workers", "start", "-n", "2", "--name", "p")
 COORDINATOR = ("coordinator", "start")
+
+
+def is_locked(database: Path) -> bool:
+    """Whether somebody has the write lock of a database."""
+    with closing(sqlite3.connect(database, timeout=0, isolation_level=None)) as connection:
+        try:
+            connection.execute("BEGIN IMMEDIATE")
+        except sqlite3.OperationalError:
+            return True
+        connection.execute("ROLLBACK")
+        return False
 
 
 @pytest.mark.parametrize("command", [ONE_WORKER, POOL, COORDINATOR], ids=["worker", "pool", "coordinator"])
@@ -43,12 +56,13 @@ def test_a_worker_is_busy_for_long_and_alive(field: Field, manager: Manager) -> 
     """An attempt that takes many times the watchdog's limit is no hang: the worker watches it itself."""
     coordinator = field.coordinator()
     process = field.start(*ONE_WORKER, env=manager.environment(watchdog=1))
-    run_id = field.submit(field.workflow("long", [field.tick_task("t", 4, idempotent=False)]))
+    run_id = field.submit(field.workflow("long", [field.tick_task("t", field.may_end, idempotent=False)]))
     wait_until(lambda: len(field.lines()) == 1, "it has begun")
     manager.drain()
     heard = len(manager.heard("WATCHDOG=1"))
-    manager.listen(lambda: len(manager.heard("WATCHDOG=1")) >= heard + 8)
+    assert manager.listen(lambda: len(manager.heard("WATCHDOG=1")) >= heard + 8), "signs of life go on"
     assert field.tasks(run_id)["t"][0] == "running"
+    field.may_end.touch()
     assert field.json("wait", run_id).code == 0
     field.check_clean_end(drained=[process, coordinator])
 
@@ -58,10 +72,14 @@ def test_a_foreign_lock_is_no_hang(field: Field, manager: Manager, command: tupl
     """Who waits for a stranger's lock is alive, however long that takes."""
     process = field.start(*command, env=manager.environment(watchdog=1))
     assert manager.listen(lambda: bool(manager.heard("READY=1"))), process.err
-    locker = field.locker(5, 5, 1, 1)
+    locker = field.locker(600, 600, 1, 1)
+    wait_until(lambda: is_locked(field.database), "the stranger has it")
+    manager.drain()
     heard = len(manager.heard("WATCHDOG=1"))
-    assert manager.listen(lambda: len(manager.heard("WATCHDOG=1")) >= heard + 12), "through the whole lock"
-    locker.wait(30)
+    assert manager.listen(lambda: len(manager.heard("WATCHDOG=1")) >= heard + 12), "for many times the limit"
+    assert locker.running()
+    locker.signal(signal.SIGKILL)
+    locker.wait()
     field.stop(process)
 
 

@@ -95,10 +95,11 @@ def test_a_worker_alone_keeps_its_drain_limit(field: Field) -> None:
 def test_a_worker_alone_that_is_killed_is_rescued_and_its_commands_end(field: Field) -> None:
     coordinator = field.coordinator()
     worker = field.start("worker", "start", "--name", "a")
-    run_id = field.submit(field.workflow("killed", [field.tick_task("t", 2, idempotent=True)]))
+    run_id = field.submit(field.workflow("killed", [field.tick_task("t", field.may_end, idempotent=True)]))
     wait_until(lambda: len(field.lines()) == 1, "it has begun")
     os.kill(worker.pid, signal.SIGKILL)
     worker.wait()
+    field.may_end.touch()
     other = field.start("worker", "start", "--name", "a")
     assert field.json("wait", run_id).code == 0
     assert field.tasks(run_id)["t"] == ("succeeded", 1, 2)

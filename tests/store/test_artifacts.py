@@ -378,6 +378,34 @@ def test_old_content_that_is_made_again_survives_a_collection_that_has_chosen_it
     assert_sound(store.artifacts)
 
 
+def test_a_file_that_gets_its_row_survives_a_collection_that_has_chosen_it(
+    store: Store, driver: Driver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Untracked when it was chosen; then somebody ingests the same bytes, and finds the file there."""
+    from agentctl.store import collection
+
+    with store.artifacts.blobs.locked():
+        store.artifacts.blobs.place(store.artifacts.blobs.stage_bytes(b"hello"))
+    driver.enqueue([0])
+    hand = Hand(store)
+    claim = hand.take()
+    choose = collection.Collector._untracked
+
+    def choose_and_wait(collector: collection.Collector, *rest: Any) -> list[tuple[str, int]]:
+        chosen = choose(collector, *rest)
+        ingest(store, claim, {"x": b"hello"})
+        return chosen
+
+    monkeypatch.setattr(collection.Collector, "_untracked", choose_and_wait)
+    store.clock.set_wall(9_999_999_999_999)  # type: ignore[attr-defined]  # every file is old
+    report = collect(store)
+    assert (report["considered"], report["removed"]) == (1, [])
+    hand.finish(claim)
+    driver.commit()
+    assert files_of(store) == {HELLO}
+    assert_sound(store.artifacts)
+
+
 def test_an_untracked_file_is_removed_when_it_is_old(store: Store, clock: ManualClock) -> None:
     with store.artifacts.blobs.locked():
         store.artifacts.blobs.place(store.artifacts.blobs.stage_bytes(b"hello"))

@@ -11,7 +11,7 @@ from agentctl.store import audit
 from agentctl.store.canonical import canonical, text_digest
 from agentctl.store.engine import BATCH_RESULTS, Store
 from agentctl.store.errors import ConflictError, CorruptStore, IncompatibleVersion, RunMoved
-from agentctl.store.records import Batch, EffectEnd, Event
+from agentctl.store.records import AttemptHeld, Batch, EffectEnd, Event
 from support.builders import LEASE_MS, Driver, Hand, effect_request, new_run, open_store, refresh
 from support.clock import ManualClock
 from support.rows import attempt, check_chains, effect, everything, one, rebuild, rows, scalar, task_state
@@ -189,6 +189,36 @@ def test_batches_are_bounded_in_bytes_and_a_larger_result_comes_alone(store: Sto
         sizes.append(len(found))
         driver.commit()
     assert sizes == [1, 1, 1]
+
+
+def test_an_attempt_gets_its_place_once(store: Store, driver: Driver) -> None:
+    driver.enqueue([0])
+    hand = Hand(store)
+    claim = hand.take()
+    question = hand.start(claim, effect_request(claim, ask=True))
+    assert isinstance(question, AttemptHeld) and question.approval_id is not None
+    store.resolve_approval(question.approval_id, approve=True, actor="ann", reason="")
+    assert driver.let_in() == [0]
+    before = everything(store)
+    with pytest.raises(RunMoved, match="no longer held"):
+        driver.write(Batch(unheld=[claim.fence.attempt_id]))
+    assert everything(store) == before
+
+
+@pytest.mark.parametrize("reason", ["task_failed", "deadline_exceeded", "cancel_requested"])
+def test_a_stop_leaves_the_answer_of_a_person_to_be_committed(store: Store, driver: Driver, reason: str) -> None:
+    """The task waits for an approval, and somebody has said no; its driver has not come to that yet."""
+    driver.enqueue([0])
+    hand = Hand(store)
+    claim = hand.take()
+    question = hand.start(claim, effect_request(claim, ask=True))
+    assert isinstance(question, AttemptHeld) and question.approval_id is not None
+    store.resolve_approval(question.approval_id, approve=False, actor="ann", reason="")
+    driver.write(Batch(stop=reason))
+    assert task_state(store, 0) == "waiting_for_approval"
+    driver.commit()
+    [(state, error)] = rows(store, "SELECT state, error_json FROM tasks WHERE position = 0")
+    assert (state, json.loads(error)["code"]) == ("failed", "approval_rejected")
 
 
 def test_a_batch_is_all_or_nothing(store: Store, driver: Driver) -> None:

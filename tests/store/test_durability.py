@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -218,6 +219,26 @@ def test_what_is_promised_is_synced_before_it_is_told(disk: Disk, verb: str) -> 
     before = disk.syncs
     act()
     assert disk.syncs > before
+
+
+def test_a_promise_syncs_the_log_of_sqlite_itself(
+    tmp_path: Path, clock: ManualClock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Not a copy of the descriptor and not the database: what was committed lies in the log."""
+    synced: list[str] = []
+    real = os.fdatasync
+
+    def fdatasync(descriptor: int) -> None:
+        synced.append(os.readlink(f"/proc/self/fd/{descriptor}"))
+        real(descriptor)
+
+    monkeypatch.setattr(os, "fdatasync", fdatasync)
+    store = open_store(tmp_path, clock)
+    synced.clear()
+    store.create_run(new_run())
+    store.register(process_row("w"))
+    store.close()
+    assert synced == [f"{store.path}-wal"]
 
 
 def test_what_follows_a_finish_needs_no_sync_of_its_own(disk: Disk) -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from agentctl.store import ledger
+from agentctl.store import audit, ledger
 from agentctl.store.answers import MAX_UNITS
 from agentctl.store.clock import LAST_INSTANT
 from agentctl.store.engine import Store
@@ -18,6 +18,7 @@ from agentctl.store.records import (
     Claim,
     EffectEnd,
     EffectRequest,
+    Event,
     NewReconciliation,
     StartedEffect,
     StartRefused,
@@ -232,6 +233,41 @@ def test_the_previous_effect_is_settled_before_the_next_one_is_reserved(store: S
     )
     assert answer == StartedEffect(1)
     assert ledger_line(store, "turns") == (10, 2, 8)
+
+
+def test_a_dispatch_is_settled_once(store: Store) -> None:
+    """Whatever is said of it afterwards: only an open reservation moves."""
+    [claim] = begin(store, {"turns": 10}, tasks=1)
+    request, _ = start(store, claim, {"turns": 4})
+    with store.database.write() as tx:
+        events: list[Event] = []
+        ledger.settle(tx, "run-1", "t0", request.effect_id, 1, {"turns": 3}, events, now=1)
+        audit.append(tx, "run-1", events, actor="test", now=1)
+    assert ledger_line(store, "turns") == (10, 3, 0)
+    with store.database.write() as tx:
+        told: list[Event] = []
+        ledger.charge_lost(tx, "run-1", "t0", request.effect_id, 1, told, now=1)
+        ledger.release(tx, "run-1", "t0", request.effect_id, 1, told)
+        assert told == []
+    assert ledger_line(store, "turns") == (10, 3, 0)
+
+
+def test_who_waits_first_for_units_is_served_first_however_much_it_needs(store: Store) -> None:
+    first, second, large, small = begin(store, {"turns": 10}, tasks=4)
+    held = [start(store, claim, {"turns": 5})[0] for claim in (first, second)]
+    for claim, units in ((large, 6), (small, 4)):
+        assert start(store, claim, {"turns": units})[1] == AttemptHeld("budget")
+
+    def holds() -> list[str]:
+        return [attempt(store, claim.fence.attempt_id)["hold"] for claim in (large, small)]
+
+    def give_back(claim: Claim, request: EffectRequest) -> None:
+        store.release(claim, effect=EffectEnd(request.effect_id, "requested", dispatch=1), reason="drain")
+
+    give_back(first, held[0])
+    assert holds() == ["budget", "budget"], "the small one would fit, and would let the large one starve"
+    give_back(second, held[1])
+    assert holds() == ["place", "place"]
 
 
 def test_usage_without_a_limit_is_counted_all_the_same(store: Store) -> None:

@@ -14,8 +14,6 @@ from agentctl.store.engine import Store
 from support.artifacts import collect, ingest
 from support.builders import Hand
 
-KIB = 1024
-
 
 def content(number: int) -> bytes:
     """Bytes by a number: the same ones come again and again, of very different sizes."""

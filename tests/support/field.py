@@ -34,9 +34,13 @@ PROGRAM: tuple[str, ...] = (
 
 TICK = """\
 #!/bin/sh
-# tick LEDGER LABEL SECONDS: one line at the end of the ledger in one write, then a rest.
+# tick LEDGER LABEL REST: one line at the end of the ledger in one write, then a rest: so many seconds, or for a file.
 printf '%s %s %s\\n' "$AGENTCTL_EFFECT_ID" "$2" "$(date +%s.%N)" >> "$1"
-[ "$3" = 0 ] || exec sleep "$3"
+case "$3" in
+0) ;;
+/*) until [ -e "$3" ]; do sleep 0.02; done ;;
+*) exec sleep "$3" ;;
+esac
 """
 
 LOCKER = """\
@@ -54,7 +58,6 @@ while time.monotonic() < end:
 print(held)
 """
 
-FINAL_TASKS = ("succeeded", "failed", "skipped", "cancelled")
 FORBIDDEN = ("Traceback (most recent call last)", "Exception ignored", "database is locked", "malformed", "disk I/O")
 
 
@@ -164,6 +167,7 @@ class Field:
         self.root = root.resolve()
         self.folder = self.root / "work"
         self.ledger = self.root / "ledger"
+        self.may_end = self.root / "may-end"
         self.tick = self.tool("tick", TICK)
         self._logs = self.root / "logs"
         for folder in (self.folder, self._logs):
@@ -242,24 +246,27 @@ class Field:
     def _tick(self, idempotency: str) -> dict[str, Any]:
         return {"kind": "builtin.shell.exec", "command": str(self.tick), "idempotency": idempotency}
 
-    def tick_task(self, id: str, rest: float = 0, *, idempotent: bool, **fields: Any) -> dict[str, Any]:
-        """TICK-I or TICK-N: the idempotent one may be tried three times."""
+    def tick_task(self, id: str, rest: float | Path = 0, *, idempotent: bool, **fields: Any) -> dict[str, Any]:
+        """TICK-I or TICK-N: the idempotent one may be tried three times. It rests for so many seconds, or until a file
+        is there (`may_end`): for what has to happen meanwhile, however long that takes."""
         task: dict[str, Any] = {
             "id": id,
             "uses": "action:tick-i" if idempotent else "action:tick-n",
             "timeoutSeconds": 3600,
-            "with": {"args": [str(self.ledger), id, f"{rest:g}"]},
+            "with": {"args": [str(self.ledger), id, _rest(rest)]},
             **fields,
         }
         if idempotent:
             task.setdefault("retry", {"maxAttempts": 3})
         return task
 
-    def tick_fan(self, id: str, count: int, rest: float = 0, *, idempotent: bool, **fields: Any) -> dict[str, Any]:
+    def tick_fan(
+        self, id: str, count: int, rest: float | Path = 0, *, idempotent: bool, **fields: Any
+    ) -> dict[str, Any]:
         """`count` ticks as one `foreach`, labelled ID-0, ID-1, …"""
         task = self.tick_task(id, rest, idempotent=idempotent, **fields)
         task["foreach"] = {"items": list(range(count)), "maxItems": max(1, count)}
-        task["with"] = {"args": [str(self.ledger), f"{id}-${{{{ vars.item }}}}", f"{rest:g}"]}
+        task["with"] = {"args": [str(self.ledger), f"{id}-${{{{ vars.item }}}}", _rest(rest)]}
         return task
 
     def lines(self) -> list[Line]:
@@ -521,6 +528,10 @@ class Field:
                 if (place + "/").startswith(f"{self.root}/") and state_of(pid) not in "ZX":
                     found.append(pid)
         return found
+
+
+def _rest(rest: float | Path) -> str:
+    return str(rest) if isinstance(rest, Path) else f"{rest:g}"
 
 
 def sh(script: str, **more: Any) -> dict[str, Any]:

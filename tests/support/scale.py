@@ -43,3 +43,13 @@ def time_factor() -> float:
     """The factor on every bound of time that a test checks."""
     usual = 4 if "PYTEST_XDIST_WORKER" in os.environ else 1
     return max(1.0, float(os.environ.get("AGENTCTL_TIME_FACTOR") or usual))
+
+
+def time_limit(least: int = 1) -> int:
+    """A limit in whole seconds for something that sleeps through it, while others have to get done within the same."""
+    return math.ceil(least * time_factor())
+
+
+def short_lease(least: float = 1.0) -> float:
+    """A lease, in seconds, for tests that wait until one is over: no shorter than what those who are well can keep."""
+    return least * max(1.0, time_factor() / 2)

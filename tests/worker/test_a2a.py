@@ -20,6 +20,7 @@ from agentctl.worker.watch import Token
 from support.children import wait_until
 from support.effects import error_of, execute, planned, state_of
 from support.peers import PeerServer, PeerServers
+from support.scale import time_limit
 
 EFFECT = "e" * 64
 CARD = "GET"
@@ -261,7 +262,7 @@ def test_what_goes_wrong_before_the_message_is_no_dispatch(
     if server is not None and interfaces is not None:
         told = [{**one, "url": f"{one['url'] or server.origin}/rpc"} for one in interfaces]
         (server.folder / "card.json").write_text(json.dumps({"supportedInterfaces": told}))
-    outcome = site.call(site.work(server, definition={"timeoutSeconds": 1}))
+    outcome = site.call(site.work(server, definition={"timeoutSeconds": time_limit()}))
     assert (outcome.status, error_of(outcome)["code"]) == ("not_dispatched", code), outcome.error
     assert site.told == []
     if server is not None:
@@ -313,7 +314,7 @@ AMBIGUOUS = [
 @pytest.mark.parametrize(("behaviour", "code"), [row[1:] for row in AMBIGUOUS], ids=[row[0] for row in AMBIGUOUS])
 def test_a_submission_whose_fate_is_not_known(site: Site, form: tuple[str, ...], behaviour: str, code: str) -> None:
     server = site.server(*form, SendMessage=[behaviour], SendStreamingMessage=[behaviour])
-    outcome = site.call(site.work(server, definition={"timeoutSeconds": 1}))
+    outcome = site.call(site.work(server, definition={"timeoutSeconds": time_limit()}))
     assert (outcome.status, error_of(outcome)["code"]) == ("uncertain", code), outcome.error
     assert sends(server) == 1
     status, state = state_of(outcome)
@@ -335,7 +336,7 @@ POLLS = [
 def test_a_known_task_that_cannot_be_observed(site: Site, behaviours: list[str], code: str) -> None:
     server = site.server(GetTask=behaviours)
     (server.folder / "hold").touch()
-    outcome = site.call(site.work(server, definition={"timeoutSeconds": 1}))
+    outcome = site.call(site.work(server, definition={"timeoutSeconds": time_limit()}))
     assert (outcome.status, error_of(outcome)["code"]) == ("uncertain", code), outcome.error
     status, state = state_of(outcome)
     assert (status, state["submissionAmbiguous"]) == ("uncertain", False)

@@ -21,6 +21,7 @@ from support.children import wait_until
 from support.effects import error_of, execute, planned, state_of
 from support.model_server import closed_port
 from support.peers import PeerServer, PeerServers
+from support.scale import time_limit
 
 EFFECT = "e" * 64
 
@@ -140,13 +141,20 @@ def test_a_server_that_answers_with_another_version(site: Site) -> None:
     assert "tools/call" not in server.counts()
 
 
+BRIEF = {"definition": {"timeoutSeconds": time_limit()}}
 UNSENT = [
     ("nobody there", None, {}, "mcp_unavailable", True),
     ("initialize refused", {"initialize": ["status:401"]}, {}, "mcp_http_error", False),
     ("initialize fails", {"initialize": ["status:500"]}, {}, "mcp_http_error", True),
     ("initialize cut", {"initialize": ["cut"]}, {}, "mcp_connection_lost", True),
     ("initialize garbage", {"initialize": ["garbage"]}, {}, "mcp_malformed", False),
-    ("initialize hangs", {"initialize": ["hang"]}, {"definition": {"timeoutSeconds": 1}}, "mcp_timeout", True),
+    (
+        "initialize hangs",
+        {"initialize": ["hang"]},
+        {"definition": {"timeoutSeconds": time_limit()}},
+        "mcp_timeout",
+        True,
+    ),
     ("redirect", {"initialize": ["redirect"]}, {}, "mcp_http_error", False),
     ("no such tool", {}, {"given": {"tool": "nope"}}, "mcp_tool_missing", False),
     ("list cut", {"tools__list": ["cut"]}, {}, "mcp_connection_lost", True),
@@ -213,7 +221,7 @@ def test_what_is_not_known_stays_uncertain_and_is_sent_once(
     site: Site, behaviour: str, code: str, idempotency: str
 ) -> None:
     server = site.server(tools__call=[behaviour])
-    outcome = site.call(site.work(server, idempotency=idempotency, definition={"timeoutSeconds": 2}))
+    outcome = site.call(site.work(server, idempotency=idempotency, definition={"timeoutSeconds": max(2, time_limit())}))
     assert (outcome.status, error_of(outcome)["code"]) == ("uncertain", code), outcome.error
     assert server.counts()["tools/call"] == 1
     assert server.counts()["initialize"] == 1
@@ -243,7 +251,7 @@ def test_how_large_an_answer_may_be_is_said_by_the_policy(site: Site, form: str)
 )
 def test_one_more_session_where_the_contract_allows_it(site: Site, behaviour: str, idempotency: str) -> None:
     server = site.server(tools__call=[behaviour])
-    outcome = site.call(site.work(server, idempotency=idempotency, definition={"timeoutSeconds": 2}))
+    outcome = site.call(site.work(server, idempotency=idempotency, definition={"timeoutSeconds": max(2, time_limit())}))
     assert outcome.status == "succeeded", outcome.error
     counts = server.counts()
     assert (counts["tools/call"], counts["initialize"]) == (2, 2)
@@ -311,7 +319,9 @@ def test_a_cancellation_before_anything(site: Site) -> None:
 
 def test_the_whole_call_has_a_limit(site: Site) -> None:
     server = site.server(tools__call=["hang", "hang"])
-    outcome = site.call(site.work(server, idempotency="idempotent", definition={"timeoutSeconds": 60}, timeout=3))
+    outcome = site.call(
+        site.work(server, idempotency="idempotent", definition={"timeoutSeconds": 60}, timeout=time_limit(2))
+    )
     assert (outcome.status, error_of(outcome)["code"]) == ("uncertain", "mcp_timeout")
 
 
