@@ -20,7 +20,7 @@ from agentctl.coordinator.service import CoordinatorConfig, StopSignal, coordina
 from agentctl.store import process_identity
 from agentctl.store.clock import SystemClock, SystemIds
 from agentctl.store.engine import Store
-from agentctl.store.errors import EnvironmentFault
+from agentctl.store.errors import CorruptStore, EnvironmentFault
 from agentctl.store.faults import Faults
 from agentctl.store.gate import yield_gently
 from agentctl.store.process_identity import ProcessIdentity
@@ -477,7 +477,10 @@ def stop_pool(path: Path, *, hard: bool) -> list[int]:
         signalled = []
         for row in store.live_processes():
             if row.kind == "supervisor" or (row.kind in ("coordinator", "worker") and row.parent_process_id is None):
-                identity = ProcessIdentity.from_text(row.identity)
+                try:
+                    identity = ProcessIdentity.from_text(row.identity)
+                except CorruptStore:
+                    continue  # nobody knows whom this damaged row means
                 if process_identity.kill(identity, signal.SIGTERM):
                     signalled.append(row.pid)
                     if hard:

@@ -6,7 +6,7 @@ import contextlib
 
 from agentctl.store import process_identity
 from agentctl.store.engine import Store
-from agentctl.store.process_identity import Liveness, ProcessIdentity
+from agentctl.store.process_identity import Liveness
 from agentctl.store.records import ProcessRow, Run
 from agentctl.store.timing import Timing
 
@@ -16,7 +16,7 @@ PAUSE_PATIENCE_SECONDS = 1.0
 
 def is_alive(row: ProcessRow) -> bool:
     """Whether a process row stands for a process that is not provably dead."""
-    return process_identity.liveness(ProcessIdentity.from_text(row.identity)) is not Liveness.DEAD
+    return process_identity.liveness_of(row.identity) is not Liveness.DEAD
 
 
 def coordinator_is_live(store: Store, heard_since: int = 0) -> bool:

@@ -21,7 +21,7 @@ from agentctl.store.compensations import Compensations
 from agentctl.store.engine import Store, own_rss
 from agentctl.store.errors import AgentctlError, ConflictError, CorruptStore, IncompatibleVersion, RunMoved
 from agentctl.store.faults import Faults
-from agentctl.store.process_identity import Liveness, ProcessIdentity
+from agentctl.store.process_identity import Liveness
 from agentctl.store.records import ProcessRow, Run
 from agentctl.store.timing import Timing
 
@@ -387,7 +387,7 @@ class Coordinator:
     def _is_dead(row: ProcessRow | None) -> bool:
         if row is None or row.stopped_at is not None:
             return True
-        return process_identity.liveness(ProcessIdentity.from_text(row.identity)) is Liveness.DEAD
+        return process_identity.liveness_of(row.identity) is Liveness.DEAD
 
     def close(self) -> None:
         """Give all runs back and leave."""

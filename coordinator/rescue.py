@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from agentctl.store import process_identity
 from agentctl.store.clock import Clock
 from agentctl.store.engine import Store
+from agentctl.store.errors import CorruptStore
 from agentctl.store.faults import Faults
 from agentctl.store.process_identity import Liveness, ProcessIdentity
 from agentctl.store.records import ProcessRow
@@ -99,7 +100,7 @@ class Rescuer:
         return settled
 
     def _liveness(self, row: ProcessRow) -> Liveness:
-        return process_identity.liveness(ProcessIdentity.from_text(row.identity))
+        return process_identity.liveness_of(row.identity)
 
     def _silent_holders(self, known: dict[str, ProcessRow], dead: set[str], counted: float) -> list[ProcessRow]:
         now_ms = self._clock.now()
@@ -125,14 +126,14 @@ class Rescuer:
         return list(silent.values())
 
     def _end_silent(self, row: ProcessRow) -> int:
-        identity = ProcessIdentity.from_text(row.identity) if row.identity else None
+        identity = _identity_of(row)
         if identity is not None and process_identity.kill(identity, signal.SIGKILL):
             deadline = self._clock.monotonic() + END_WAIT_SECONDS
             while self._clock.monotonic() < deadline:
                 if process_identity.liveness(identity) is Liveness.DEAD:
                     return self.settle([row], "was silent for longer than its lease and was killed")
                 self._clock.sleep(0.01)
-        if identity is None or process_identity.liveness(identity) is Liveness.DEAD:
+        if not row.identity or (identity is not None and process_identity.liveness(identity) is Liveness.DEAD):
             return self.settle([row], "is gone")
         claims = self._store.claims([row.process_id])
         outcomes = self._store.rescue(
@@ -144,6 +145,14 @@ class Rescuer:
         )
         log.warning("%s %s (pid %d) is silent and cannot be ended from here", row.kind, row.name, row.pid)
         return len(outcomes)
+
+
+def _identity_of(row: ProcessRow) -> ProcessIdentity | None:
+    """Whom to end; None when the row does not say, or nonsense."""
+    try:
+        return ProcessIdentity.from_text(row.identity) if row.identity else None
+    except CorruptStore:
+        return None
 
 
 def _ghost(process_id: str) -> ProcessRow:

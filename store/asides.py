@@ -12,8 +12,8 @@ from typing import Any
 from . import process_identity, processes, runs
 from .canonical import canonical
 from .database import Connection, all_rows
-from .errors import AgentctlError, CorruptStore, IncompatibleVersion
-from .process_identity import Liveness, ProcessIdentity
+from .errors import AgentctlError, IncompatibleVersion
+from .process_identity import Liveness
 from .records import PLAN_FORMAT_VERSION, RUNTIME_STATE_VERSION
 from .versions import check_versions
 
@@ -92,7 +92,4 @@ def _lives(tx: Connection, process_id: str) -> bool:
     row = processes.get(tx, process_id)
     if row is None or row.stopped_at is not None:
         return False
-    try:
-        return process_identity.liveness(ProcessIdentity.from_text(row.identity)) is not Liveness.DEAD
-    except CorruptStore:
-        return True
+    return process_identity.liveness_of(row.identity) is not Liveness.DEAD

@@ -13,7 +13,7 @@ from typing import Any
 from . import asides, process_identity, processes, task_queue
 from .database import Connection, Database, all_rows
 from .gate import WAL_WRITE_LOCK, record_locks
-from .process_identity import Liveness, ProcessIdentity
+from .process_identity import Liveness
 from .records import ProcessRow, record
 
 WAL_READERS = range(WAL_WRITE_LOCK + 3, WAL_WRITE_LOCK + 8)
@@ -82,7 +82,7 @@ def liveness(row: ProcessRow) -> Liveness:
     """Whether the process of a row lives; a row with an end is dead."""
     if row.stopped_at is not None:
         return Liveness.DEAD
-    return process_identity.liveness(ProcessIdentity.from_text(row.identity))
+    return process_identity.liveness_of(row.identity)
 
 
 @dataclass(frozen=True, slots=True)

@@ -207,6 +207,14 @@ def liveness(identity: ProcessIdentity) -> Liveness:
     return Liveness.ALIVE if ticks == identity.start_ticks else Liveness.DEAD
 
 
+def liveness_of(text: str) -> Liveness:
+    """The same for the stored form. A text that is none, in a damaged row, proves nothing: unknown."""
+    try:
+        return liveness(ProcessIdentity.from_text(text))
+    except CorruptStore:
+        return Liveness.UNKNOWN
+
+
 def _hidden(pid: int) -> bool:
     """Whether a process exists at `pid` that `/proc` does not show to this user."""
     if not _HAS_PROC or not _exists(pid):

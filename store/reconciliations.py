@@ -13,7 +13,7 @@ from . import audit, conversations, ledger, process_identity, processes, protoco
 from .canonical import canonical, text_digest
 from .database import Connection
 from .errors import ConflictError, IncompatibleVersion, NotFoundError
-from .process_identity import Liveness, ProcessIdentity
+from .process_identity import Liveness
 from .records import EFFECT_FORMAT_VERSION, RECONCILIATION_FORMAT_VERSION, Event, NewReconciliation, Run
 from .states import LOOKS_ONLY
 
@@ -124,7 +124,7 @@ def _refuse_in_flight(tx: Connection, effect_id: str, attempt_id: int, run_id: s
     """Nobody but its worker, or who has settled that worker's death, can say how an effect has ended."""
     holder = tx.execute("SELECT holder FROM attempts WHERE attempt_id = ?", (attempt_id,)).fetchone()
     row = processes.get(tx, holder[0]) if holder is not None and holder[0] is not None else None
-    if row is None or process_identity.liveness(ProcessIdentity.from_text(row.identity)) is Liveness.DEAD:
+    if row is None or process_identity.liveness_of(row.identity) is Liveness.DEAD:
         raise ConflictError(
             f"effect {effect_id[:12]} is not settled: its worker is dead, and its command may live on",
             remedy="`agentctl coordinator start` or `agentctl workers start` ends what is left of it and settles it; "
@@ -166,7 +166,7 @@ def _check_holder(tx: Connection, notes: str | None, run_id: str) -> None:
     if holder is None:
         return
     row = processes.get(tx, holder)
-    if row is None or process_identity.liveness(ProcessIdentity.from_text(row.identity)) is Liveness.DEAD:
+    if row is None or process_identity.liveness_of(row.identity) is Liveness.DEAD:
         return
     raise ConflictError(
         f"{row.kind} {row.name} (pid {row.pid}) could not be ended and may still be carrying it out",

@@ -16,8 +16,8 @@ from .canonical import text_digest
 from .clock import Clock
 from .conversations import PREFIX
 from .database import Connection, Database
-from .errors import CorruptStore, IncompatibleVersion, NotFoundError, UsageError
-from .process_identity import Liveness, ProcessIdentity
+from .errors import IncompatibleVersion, NotFoundError, UsageError
+from .process_identity import Liveness
 from .records import (
     APPROVAL_FORMAT_VERSION,
     AUDIT_EVENT_VERSION,
@@ -388,10 +388,7 @@ def _check_version(what: str, version: int | None, known: int, run_id: str) -> N
 def _liveness(row: ProcessRow) -> Liveness:
     if row.state in ("stopped", "dead"):
         return Liveness.DEAD
-    try:
-        return process_identity.liveness(ProcessIdentity.from_text(row.identity))
-    except CorruptStore:
-        return Liveness.UNKNOWN
+    return process_identity.liveness_of(row.identity)
 
 
 def _find_run(tx: Connection, name: str) -> str:

@@ -167,3 +167,27 @@ def test_a_clock_that_is_set_hides_and_accuses_nobody(
     assert waited is not None, "a clock set back does not hide a silent holder"
     assert waited >= TIMING.grace - STEP, "a clock set forward takes away no grace"
     assert not silent.alive()
+
+
+def test_a_damaged_row_of_a_process_keeps_nobody_from_being_looked_after(
+    store: Store, clock: ManualClock, rescuer: Rescuer, holder: Callable[..., Holder], children: Children
+) -> None:
+    """Nobody knows whom it means: he is not dead before lease and grace, and then what he held is in doubt."""
+    silent = holder("idempotent")
+    gone = children.command("sleep", "600")
+    identity = process_identity.of(gone.pid)
+    assert identity is not None
+    gone.kill()
+    gone.wait()
+    store.register(process_row("w2", state="idle", now=clock.now(), identity=identity.as_text(), pid=identity.pid))
+    with store.database.write() as tx:
+        tx.execute("UPDATE processes SET identity = 'nonsense' WHERE process_id = 'w1'")
+    assert rescuer.look() == 0
+    dead = store.get_process("w2")
+    assert dead is not None
+    assert dead.state == "dead", "whoever comes after the damaged row is looked at as well"
+    waited = seconds_until_rescued(rescuer, clock, 3 * rescuer.patience)
+    assert waited is not None
+    assert rescuer.patience - 2 * STEP <= waited
+    assert silent.alive()
+    assert rows(store, "SELECT status, notes_json FROM effects") == [("uncertain", '{"holderMayLive":"w1"}')]
