@@ -103,7 +103,7 @@ def shortened(text: str, limit: int) -> str:
     return clean(beginning(text, limit)) + (f" ({rest}; --output json has all)" if len(text) > limit else "")
 
 
-_NAMED = re.compile("`agentctl (?![^`]* --db )")
+_NAMED = re.compile("`agentctl (?![^`]*--db )")
 
 
 def program(settings: Settings) -> str:

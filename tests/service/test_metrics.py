@@ -42,7 +42,7 @@ def served(field: Field) -> Iterator[tuple[Started, str]]:
 
 def test_what_a_pool_does_is_counted(field: Field) -> None:
     pool = field.pool(2)
-    tasks = [field.tick_fan("t", 5, 0, idempotent=False), field.tick_task("slow", 600, idempotent=True)]
+    tasks = [field.tick_fan("t", 5, 0, idempotent=False), field.tick_task("slow", 600, idempotent=False)]
     run_id = field.submit(field.workflow("w", tasks))
     wait_until(lambda: len(field.lines()) == 6, "they have begun")
 

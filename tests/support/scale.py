@@ -28,8 +28,8 @@ def repeats(full: int, at_least: int = 1) -> int:
 
 
 def share(cases: int) -> int:
-    """How many cases of one test with real processes run: a sixth below full scale, never none."""
-    return cases if scale() >= 1 else math.ceil(cases / 6)
+    """How many cases of one test with real processes run: an eighth below full scale, never none."""
+    return cases if scale() >= 1 else math.ceil(cases / 8)
 
 
 def some(cases: Iterable[Case]) -> list[Case]:
