@@ -48,6 +48,7 @@ MAX_AGGREGATE_CHARACTERS = 256 << 20
 """How long a rendered input, and the output of an aggregate or of a run, may be as JSON. A value that grows with each
 iteration of a loop would otherwise take the memory of the process that drives all runs."""
 
+SHORT_CHARACTERS = 4096
 MAX_INPUT_DEPTH = 128
 """How deep a rendered input may nest. Everything that a run makes comes from one, and everybody has to be able to read
 it: a value that nests once more with each iteration of a loop would end whoever parses it."""
@@ -554,8 +555,10 @@ class Scheduler:
         scope = Scope(inputs=self.inputs, vars=_EMPTY, memory=memory_values, tasks=self._outputs)
         renderer = self.index.variables(position)
         own = renderer(scope) if renderer is not None else _EMPTY
-        _refuse_long(least_length(own), MAX_INPUT_CHARACTERS, "its variables")
-        scope.vars = {**self.index.plan.vars, **own} if own else self.index.plan.vars
+        scope.vars = self.index.plan.vars
+        if own:
+            _refuse_long_values(own, "its variables")
+            scope.vars = {**scope.vars, **own}
         return snapshot, scope, own
 
     def _begin(self, position: int, batch: Batch) -> None:
@@ -599,7 +602,7 @@ class Scheduler:
                 text = self._aggregate(position)
             else:
                 rendered = self.index.input(position)(scope)
-                _refuse_long(least_length(rendered), MAX_INPUT_CHARACTERS, "the input")
+                _refuse_long_values(rendered, "the input")
                 rendered_text = _shallow(_bounded(canonical(rendered), MAX_INPUT_CHARACTERS, "the input"))
                 said = self._instructions(position, scope)
                 digest = self._input_digest(position, _told(rendered_text, said), own, snapshot)
@@ -905,6 +908,15 @@ def _refuse_long(length: int, most: int, what: str) -> None:
             f"{what} would have {length:,} characters as JSON, {most:,} are possible; large data belongs in files",
             details={"characters": length, "limit": most},
         )
+
+
+def _refuse_long_values(values: Mapping[str, Any], what: str) -> None:
+    """Measure values before their text is made. Most tasks have a few short ones, which need no measuring."""
+    for value in values.values():
+        kind = type(value)
+        if kind is dict or kind is list or (kind is str and len(value) > SHORT_CHARACTERS):
+            _refuse_long(least_length(values), MAX_INPUT_CHARACTERS, what)
+            return
 
 
 def _shallow(text: str) -> str:
