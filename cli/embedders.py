@@ -54,7 +54,7 @@ def embedder_of_file(settings: Settings, file: str) -> Embedder:
 
 def _of_service(settings: Settings, spec: Mapping[str, Any], name: str, policy: Any, workspace: str) -> Embedder:
     from agentctl.store.clock import SystemClock
-    from agentctl.worker.effects.secret_values import resolve_secret
+    from agentctl.worker.effects.secret_values import as_texts
     from agentctl.worker.network import Guard
     from agentctl.worker.preflight import provider_service, require
     from agentctl.worker.providers import Call, ProviderFault
@@ -68,15 +68,11 @@ def _of_service(settings: Settings, spec: Mapping[str, Any], name: str, policy: 
         if settings.offline:
             raise refuse_offline(f"embedding uses the provider {name!r}")
         require(service, policy, workspace, Guard(monotonic), proxy=proxy_for(service.url, spec["policy"]))
-
-    def secret(reference: Mapping[str, Any]) -> str:
-        return resolve_secret(reference, policy, workspace).value.decode("utf-8", "replace")
-
     embedding = embedding_of(spec["memory"]["longTerm"], definition)
     assert embedding is not None
     call = Call(Token(), REQUEST_SECONDS, "", monotonic)
     try:
-        return _Telling(ServiceEmbedder(embedding, policy, workspace, secret, call))
+        return _Telling(ServiceEmbedder(embedding, policy, workspace, as_texts(policy, workspace), call))
     except ProviderFault as fault:
         raise PrerequisiteError(f"the provider {name!r}: {fault.message}", remedy="nothing was changed") from fault
 

@@ -62,20 +62,18 @@ def heed_lost_interrupts() -> None:
     A handler runs wherever the interpreter is, and that may be a callback of which exceptions are only reported: of a
     weak reference, as every import has them, or a finalizer. The program would go on as if nobody had asked.
     """
-    before = sys.unraisablehook
+    sys.unraisablehook = _raise_again
 
-    def again(lost: Any) -> None:
-        if lost.exc_type is None or issubclass(lost.exc_type, (Exception, SystemExit, GeneratorExit)):
-            before(lost)
-            return
-        kind: type[BaseException] = lost.exc_type
 
-        def strike(number: int, frame: object) -> None:
-            raise kind
+def _raise_again(lost: Any) -> None:
+    if lost.exc_type is None or issubclass(lost.exc_type, (Exception, SystemExit, GeneratorExit)):
+        sys.__unraisablehook__(lost)
+        return
+    kind: type[BaseException] = lost.exc_type
 
-        # Handlers run in the main thread only, and so does this.
-        signal.signal(signal.SIGALRM, strike)
-        signal.setitimer(signal.ITIMER_REAL, AGAIN_SECONDS)
+    def strike(number: int, frame: object) -> None:
+        raise kind
 
-    if getattr(before, "__name__", "") != again.__name__:
-        sys.unraisablehook = again
+    # Handlers run in the main thread only, and so does this.
+    signal.signal(signal.SIGALRM, strike)
+    signal.setitimer(signal.ITIMER_REAL, AGAIN_SECONDS)

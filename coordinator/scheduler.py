@@ -49,6 +49,8 @@ MAX_AGGREGATE_CHARACTERS = 256 << 20
 iteration of a loop would otherwise take the memory of the process that drives all runs."""
 
 SHORT_CHARACTERS = 4096
+"""A value up to this length is not measured before it becomes text."""
+
 MAX_INPUT_DEPTH = 128
 """How deep a rendered input may nest. Everything that a run makes comes from one, and everybody has to be able to read
 it: a value that nests once more with each iteration of a loop would end whoever parses it."""

@@ -24,14 +24,12 @@ from .clock import Clock
 from .database import Database, all_rows, open_immutable, translate
 from .engine import Store
 from .errors import ConflictError, CorruptStore, EnvironmentFault, IncompatibleVersion, NotFoundError, UsageError
-from .filesystem import sync_folder
+from .filesystem import COMPANIONS, sync_folder
 from .process_identity import Liveness
 
 NAME = "runtime.db"
 STEP_PAGES = 1024
 ACTOR = "backup"
-COMPANIONS = ("-wal", "-shm", "-journal")
-"""What SQLite keeps beside a database."""
 
 _UNFINISHED, _PARTIAL, _RESTORING = ".agentctl-", ".partial", ".restoring"
 """How names of unfinished copies begin and end; between them stands who writes."""

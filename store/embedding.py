@@ -47,7 +47,7 @@ class Embedder(Protocol):
     def dimensions(self) -> int: ...
 
     def embed(self, texts: Sequence[str]) -> list[tuple[float, ...]]:
-        """One vector for each text, of length 1 or all zeros. Raises `TaskFault`."""
+        """One vector for each text, of length 1 or all zeros. Raises what its provider raises."""
         ...
 
 
@@ -75,11 +75,11 @@ class LocalHash:
 
 
 def embedder(provider: str = LOCAL_HASH, dimensions: int = DEFAULT_DIMENSIONS) -> Embedder:
-    """The embedder of that name. Raises `TaskFault`: `unsupported_capability` for all but `local_hash`."""
+    """The embedder that is built in. Raises `TaskFault`: `unsupported_capability` for all but `local_hash`."""
     if provider != LOCAL_HASH:
         raise TaskFault(
             "unsupported_capability",
-            f"embeddings of the provider {provider!r} are not supported by this version; use {LOCAL_HASH}",
+            f"embeddings of {provider!r} are not built in; {LOCAL_HASH} is",
         )
     return LocalHash(dimensions)
 

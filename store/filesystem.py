@@ -27,8 +27,8 @@ NETWORK = frozenset(
     }
 )
 OVERRIDE = "AGENTCTL_FILESYSTEM_TYPE"
-COMPANIONS = ("", "-wal", "-shm", "-journal")
-"""What the names of the files that SQLite opens add to that of the database."""
+COMPANIONS = ("-wal", "-shm", "-journal")
+"""What SQLite keeps beside a database: what these names add to that of the database."""
 WHOLE = 3
 """How many files a database has in use: itself, its log, and its shared memory."""
 FEW_PAGES = 1 << 16
@@ -206,7 +206,7 @@ def _identities(path: str) -> frozenset[tuple[int, int]]:
     if known is not None:
         return known
     found = set()
-    for companion in COMPANIONS:
+    for companion in ("", *COMPANIONS):
         try:
             status = os.stat(path + companion)
         except OSError:

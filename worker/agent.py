@@ -83,15 +83,11 @@ class Agents:
         `TaskFault`."""
         known = self._providers.get((run_id, name))
         if known is None:
+            from .effects.secret_values import as_texts
             from .providers.registry import provider_for
 
             definition = _models(settings)["providers"][name]
-
-            def resolve(reference: Mapping[str, Any]) -> str:
-                from .effects.secret_values import resolve_secret
-
-                return resolve_secret(reference, settings.policy, settings.workspace).value.decode("utf-8", "replace")
-
+            resolve = as_texts(settings.policy, settings.workspace)
             known = provider_for(definition["kind"], definition, settings.policy, settings.workspace, resolve)
             if definition["kind"] != "fake":
                 from .providers.exchange import secrets_may_change

@@ -21,7 +21,15 @@ from agentctl.store.policy import is_inside, readable, refuse_dotdot, writable
 
 from . import Done, EffectContext, EffectOutcome, EffectPlan, Work, Written, refuse_cancelled
 from .artifacts import logical_path
-from .paths import io_fault, path_field, refuse_database, resolve_readable, workspace_of, writable_roots_of
+from .paths import (
+    io_fault,
+    path_field,
+    refuse_database,
+    refuse_file_of_database,
+    resolve_readable,
+    workspace_of,
+    writable_roots_of,
+)
 
 MAX_TEXT_BYTES: Final = 1_048_576
 PREDICTABILITY: Final = "fully_predictable"
@@ -43,8 +51,7 @@ def prepare_read(work: Work) -> EffectPlan | Done:
     resolved = resolve_readable(path, workspace)
     if work.foreseen is not None:
         return Done({"status": "unchanged", "changed": False, "content": work.foreseen, "foreseen": True})
-    _require_regular(path, resolved)
-    refuse_database(path, resolved)
+    refuse_file_of_database(path, _require_regular(path, resolved))
     return EffectPlan(
         operation="builtin.read",
         effect_class="observe",

@@ -216,16 +216,12 @@ def _with(service: Embedding, work: Work, use: Use, context: EffectContext) -> E
     """Carry out what needs vectors, with an embedder that asks the service; what it has used is charged."""
     from ..providers import Call, ProviderFault
     from ..providers.embeddings import ServiceEmbedder
-    from .secret_values import resolve_secret
+    from .secret_values import as_texts
 
     policy, workspace = work.policy, workspace_of(work)
-
-    def secret(reference: Mapping[str, Any]) -> str:
-        return resolve_secret(reference, policy, workspace).value.decode("utf-8", "replace")
-
     call = Call(context.token, work.timeout_seconds, context.key, context.monotonic)
     try:
-        asked = ServiceEmbedder(service, policy, workspace, secret, call)
+        asked = ServiceEmbedder(service, policy, workspace, as_texts(policy, workspace), call)
         try:
             outcome = use(asked, context)
         except TaskFault as fault:

@@ -60,9 +60,13 @@ def refuse_database(path: str, place: str) -> None:
     """Raise `policy_denied` when `place`, `path` in messages, is a file of the database of this worker. To be asked
     before it is opened: to close it again would drop the locks of SQLite."""
     try:
-        status = os.stat(place)
+        refuse_file_of_database(path, os.stat(place))
     except OSError:
         return  # whoever opens it says why it cannot be
+
+
+def refuse_file_of_database(path: str, status: os.stat_result) -> None:
+    """The same for a file that was looked at already."""
     if belongs_to_open_database(status):
         raise TaskFault(
             "policy_denied",

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 import stat
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from hashlib import sha256
 from typing import Any, Final
@@ -63,6 +63,11 @@ def resolve_secret(reference: Mapping[str, Any], policy: Policy, workspace: str)
     if kind == "file":
         return _from_file(str(value), _resolved(str(value), workspace))
     return _from_process(value, workspace)
+
+
+def as_texts(policy: Policy, workspace: str) -> Callable[[Mapping[str, Any]], str]:
+    """What resolves secrets for a provider of models, as text. The function raises what `resolve_secret` raises."""
+    return lambda reference: resolve_secret(reference, policy, workspace).value.decode("utf-8", "replace")
 
 
 def require_permitted(reference: Mapping[str, Any], policy: Policy, workspace: str) -> None:

@@ -8,7 +8,7 @@ which model has made a vector is stored with it, so vectors of two models are ne
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 from urllib.parse import quote, urlsplit, urlunsplit
@@ -18,7 +18,8 @@ from agentctl.store.policy import Policy
 
 from . import Call, ProviderFault, Usage
 from .exchange import Exchange, Malformed, a_list, an_object, charged, units
-from .openai import bearer
+from .google import goog_api_key
+from .openai import api_key, bearer
 from .registry import ResolveSecret
 
 MAX_TEXTS: Final = 64
@@ -98,10 +99,7 @@ def _asker(embedding: Embedding, policy: Policy, workspace: str, resolve_secret:
         return lambda texts: (local.embed(texts), len(texts))
     if embedding.model is None:
         raise ProviderFault("provider_request", f"an embedding of a {kind} provider needs a model", sent="no")
-    authorizations = {
-        "azure_openai": lambda key: ("api-key", key),
-        "google": lambda key: ("x-goog-api-key", key),
-    }
+    authorizations = {"azure_openai": api_key, "google": goog_api_key}
     exchange = Exchange(kind, embedding.definition, policy, resolve_secret, authorizations.get(kind, bearer))
     url, body_of, read = _DIALECTS[kind](embedding, exchange.url)
 
@@ -110,14 +108,17 @@ def _asker(embedding: Embedding, policy: Policy, workspace: str, resolve_secret:
             answer = an_object(exchange.post(url, {}, body_of(texts), call), "the answer")
             vectors, used = read(answer)
             with charged(None if used is None else Usage(input_tokens=used)):
-                return [_unit(vector, embedding.dimensions) for vector in _whole(vectors, texts)], used
+                if len(vectors) != len(texts):
+                    raise Malformed(f"it has {len(vectors)} vectors for {len(texts)} texts")
+                return [_unit(vector, embedding.dimensions) for vector in vectors], used
 
     return ask
 
 
-_Dialect = tuple[
-    str, Callable[[Sequence[str]], dict[str, Any]], Callable[[dict[str, Any]], tuple[list[Any], int | None]]
-]
+_Body = Callable[[Sequence[str]], dict[str, Any]]
+_Read = Callable[[dict[str, Any]], tuple[list[Any], int | None]]
+_Dialect = tuple[str, _Body, _Read]
+"""The URL; the body of a request for some texts; the vectors, and the tokens if they are told, of an answer."""
 
 
 def _openai(embedding: Embedding, url: str, *, sized: bool = True, version: str | None = None) -> _Dialect:
@@ -168,12 +169,6 @@ _DIALECTS: Final[Mapping[str, Callable[[Embedding, str], _Dialect]]] = {
     "openai_compatible": lambda embedding, url: _openai(embedding, url, sized=False),
     "google": _google,
 }
-
-
-def _whole(vectors: list[Any], texts: Sequence[str]) -> Iterator[Any]:
-    if len(vectors) != len(texts):
-        raise Malformed(f"it has {len(vectors)} vectors for {len(texts)} texts")
-    yield from vectors
 
 
 def _unit(vector: Any, dimensions: int) -> tuple[float, ...]:

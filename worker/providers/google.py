@@ -33,7 +33,12 @@ _LEVELS: Final = {"low": "low", "medium": "medium", "high": "high", "xhigh": "hi
 
 def make(definition: Mapping[str, Any], policy: Policy, workspace: str, resolve_secret: ResolveSecret) -> Google:
     """A provider of kind `google`. Raises `ProviderFault` with `sent="no"`."""
-    return Google(Exchange("google", definition, policy, resolve_secret, lambda key: ("x-goog-api-key", key)))
+    return Google(Exchange("google", definition, policy, resolve_secret, goog_api_key))
+
+
+def goog_api_key(key: str) -> tuple[str, str]:
+    """The header of a key."""
+    return "x-goog-api-key", key
 
 
 class Google:

@@ -40,13 +40,18 @@ def make(definition: Mapping[str, Any], policy: Policy, workspace: str, resolve_
 
 def make_azure(definition: Mapping[str, Any], policy: Policy, workspace: str, resolve_secret: ResolveSecret) -> OpenAi:
     """A provider of kind `azure_openai`. Raises `ProviderFault` with `sent="no"`."""
-    exchange = Exchange("azure_openai", definition, policy, resolve_secret, lambda key: ("api-key", key))
+    exchange = Exchange("azure_openai", definition, policy, resolve_secret, api_key)
     return OpenAi(exchange, {"api-version": definition.get("apiVersion") or "v1"})
 
 
 def bearer(key: str) -> tuple[str, str]:
     """The header of a key for services that take it as a bearer token."""
     return "Authorization", f"Bearer {key}"
+
+
+def api_key(key: str) -> tuple[str, str]:
+    """The header of a key at Azure."""
+    return "api-key", key
 
 
 class OpenAi:
