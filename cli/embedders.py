@@ -15,6 +15,7 @@ from .preflight import proxy_for, refuse_offline
 
 if TYPE_CHECKING:
     from agentctl.store.embedding import Embedder
+    from agentctl.store.policy import Policy
     from agentctl.worker.providers.embeddings import ServiceEmbedder
 
 REQUEST_SECONDS = 60.0
@@ -52,7 +53,7 @@ def embedder_of_file(settings: Settings, file: str) -> Embedder:
     return _of_service(settings, spec, declared["provider"], policy, workspace)
 
 
-def _of_service(settings: Settings, spec: Mapping[str, Any], name: str, policy: Any, workspace: str) -> Embedder:
+def _of_service(settings: Settings, spec: Mapping[str, Any], name: str, policy: Policy, workspace: str) -> Embedder:
     from agentctl.store.clock import SystemClock
     from agentctl.worker.effects.secret_values import as_texts
     from agentctl.worker.network import Guard
