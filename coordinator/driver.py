@@ -181,6 +181,7 @@ class Coordinator:
         self._next_look = 0.0
         self._next_heartbeat = clock.monotonic() + timing.heartbeat
         self._seen: tuple[int, int] | None = None
+        self._up = False
         self._aside: set[str] = set()
         self._silent_drivers: dict[str, _SilentDriver] = {}
         self._not_before: dict[str, float] = {}
@@ -235,6 +236,11 @@ class Coordinator:
             if self._adopts and not self.drain_requested:
                 self._adopt()
                 self._compensate_next(now)
+        if not self._up and self._in_flight() >= BREATHER_FROM:
+            # Before the look: whoever finds it said has committed what the look before the next sleep will find.
+            self._up = True
+        if self._up:
+            self.store.stay_up(self.process_id, True)
         version = self.store.database.data_version()
         due = self._timers_due()
         if version == self._seen and not due:
@@ -326,10 +332,15 @@ class Coordinator:
 
         Returns what of `extra` is readable.
         """
-        in_flight = sum(driver.in_flight() for driver in self.drivers.values())
+        in_flight = self._in_flight()
         if in_flight >= BREATHER_FROM:
             self._clock.sleep(min(BREATHER_SECONDS, in_flight / 10_000))
         seconds = self.sleep_seconds()
+        if self._up:
+            self._up = False
+            self.store.stay_up(self.process_id, False)
+            if self.store.database.data_version() != self._seen:
+                seconds = 0.0
         if at_most is not None:
             seconds = min(seconds, at_most)
         watched: list[int | socket.socket] = [self.listener, *extra]
@@ -337,6 +348,9 @@ class Coordinator:
         if self.listener in readable:
             wakeups.drain(self.listener)
         return [item for item in readable if isinstance(item, int)]
+
+    def _in_flight(self) -> int:
+        return sum(driver.in_flight() for driver in self.drivers.values())
 
     def _adopt(self) -> None:
         """Take runs that nobody drives (see `is_abandoned`)."""

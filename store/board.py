@@ -1,14 +1,21 @@
-"""Which attempts workers prepare for, so that no two prepare for the same one. Hints: only a claim decides.
+"""Two kinds of hints between the processes of a database, in a file that all have open anyway.
 
-A slot holds an attempt and the moment at which it was announced (monotonic, so one machine's processes agree on it).
-What cannot be read or written, or is nonsense, costs somebody a preparation in vain and nothing else.
+Which attempts workers prepare for, so that no two prepare for the same one: only a claim decides. A slot holds an
+attempt and the moment at which it was announced (monotonic, so one machine's processes agree on it).
+
+Which drivers are up and will look into the database once more before they sleep, so that nobody needs to call them. A
+slot holds a number made of the driver's id and the moment until which this can be believed.
+
+What cannot be read or written, or is nonsense, costs somebody a preparation or a call in vain and nothing else.
 """
 
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import struct
+from hashlib import blake2b
 
 from .clock import Clock
 
@@ -16,6 +23,8 @@ SLOTS = 64
 """Places on the board. Two workers whose pids share one overwrite each other, which is harmless."""
 FRESH_MS = 1000
 """Who announced something longer ago is held up, or gone: others may prepare for it."""
+UP_SECONDS = 1.0
+"""Who was up longer ago, and has not said so again, may be stopped: then a call does no harm."""
 _ENTRY = struct.Struct("<qq")
 
 
@@ -46,5 +55,40 @@ class Board:
         # The clock begins anew with each boot, and the file outlives it: what was told later than now is old as well.
         return {numbers[i - 1] for i in range(1, len(numbers), 2) if now - FRESH_MS < numbers[i] <= now and i != own}
 
+    def stay_up(self, process_id: str) -> None:
+        """Tell that this driver will look into the database before it sleeps. What was committed before `lie_down` was
+        called is seen by a look after it; so that look is owed."""
+        self._tell(process_id, self._now() + int(UP_SECONDS * 1000))
+
+    def lie_down(self, process_id: str) -> None:
+        """Take that back: from here on whoever has something for this driver calls it."""
+        self._tell(process_id, 0)
+
+    def is_up(self, process_id: str) -> bool:
+        """Whether a driver need not be called of what is committed already."""
+        number, place = _number_and_place(process_id)
+        try:
+            text = os.pread(self._descriptor, _ENTRY.size, place)
+        except OSError:
+            return False
+        if len(text) < _ENTRY.size:
+            return False
+        named, until = _ENTRY.unpack(text)
+        now = self._now()
+        # Later than anybody can have meant: the file has outlived the boot of its writer.
+        return bool(named == number and now <= until <= now + UP_SECONDS * 1000)
+
+    def _tell(self, process_id: str, until: int) -> None:
+        number, place = _number_and_place(process_id)
+        with contextlib.suppress(OSError):
+            os.pwrite(self._descriptor, _ENTRY.pack(number, until), place)
+
     def _now(self) -> int:
         return int(self._clock.monotonic() * 1000)
+
+
+@functools.lru_cache(maxsize=32)
+def _number_and_place(process_id: str) -> tuple[int, int]:
+    """What stands for a driver on the board, and where. Two on one place overwrite each other: they are called."""
+    number = int.from_bytes(blake2b(process_id.encode(), digest_size=7).digest(), "big")
+    return number, (SLOTS + number % SLOTS) * _ENTRY.size

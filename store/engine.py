@@ -415,6 +415,18 @@ class Store:
         if driver is not None:
             self.wakes.wake(driver)
 
+    def stay_up(self, driver: str, up: bool) -> None:
+        """Tell the workers whether a driver will look once more before it sleeps (see `Board.stay_up`)."""
+        if up:
+            self._board.stay_up(driver)
+        else:
+            self._board.lie_down(driver)
+
+    def call(self, driver: str) -> None:
+        """Call a driver because of what was committed before, unless it is up and will see it by itself."""
+        if not self._board.is_up(driver):
+            self.wakes.wake(driver)
+
     # -- workers ---------------------------------------------------------------------------------------------------
 
     def has_ready(self, only_run: str | None) -> bool:

@@ -73,18 +73,22 @@ def peek(tx: Connection, run: NextRun, *, besides: Collection[int]) -> Candidate
 
     The looks may see different moments: what they find is a guess that the claim examines.
     """
-    attempt_id = _first_ready(tx, run.run_id, besides)
-    if attempt_id is None or attempt_id in besides:
+    ready = tx.execute(
+        "SELECT attempt_id, task_id, number, timeout_ms, input_json, delivery FROM attempts "
+        "WHERE queue = 'ready' AND run_id = ? ORDER BY task_no LIMIT ?",
+        (run.run_id, len(besides) + 1),
+    )
+    try:
+        for attempt_id, task_id, number, timeout_ms, input_json, delivery in ready:
+            if attempt_id in besides:
+                continue
+            if delivery > 0:
+                return None
+            return Candidate(attempt_id, run.run_id, task_id, number, timeout_ms, input_json, run.trace_id, run.others)
         return None
-    row = tx.execute(
-        "SELECT task_id, number, timeout_ms, input_json FROM attempts "
-        "WHERE attempt_id = ? AND queue = 'ready' AND delivery = 0",
-        (attempt_id,),
-    ).fetchone()
-    if row is None:
-        return None
-    task_id, number, timeout_ms, input_json = row
-    return Candidate(attempt_id, run.run_id, task_id, number, timeout_ms, input_json, run.trace_id, run.others)
+    finally:
+        # A statement that was not read to its end would hold its snapshot, and the WAL.
+        ready.close()
 
 
 def _first_ready(tx: Connection, run_id: str, besides: Collection[int]) -> int | None:
@@ -289,7 +293,7 @@ def all_claims(tx: Connection) -> list[tuple[int, int, str, str, int]]:
     """(attempt, delivery, holder, run, lease end) of every claimed attempt."""
     return all_rows(
         tx.execute(
-            "SELECT attempt_id, delivery, holder, run_id, lease_expires_at FROM attempts WHERE state = 'claimed'"
+            "SELECT attempt_id, delivery, holder, run_id, lease_expires_at FROM attempts WHERE queue = 'claimed'"
         )
     )
 

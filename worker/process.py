@@ -354,7 +354,7 @@ class Worker:
             ahead=self._prepared(),
         )
         if driver is not None:
-            self._store.wakes.wake(driver)
+            self._store.call(driver)
         return following
 
     def _look_ahead(self) -> None:

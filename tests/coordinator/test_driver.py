@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -15,8 +16,9 @@ from agentctl.coordinator.submission import submit
 from agentctl.store.engine import Store
 from agentctl.store.errors import ConflictError, CorruptStore, IncompatibleVersion
 from agentctl.store.faults import Faults
+from agentctl.store.records import EffectEnd
 from agentctl.store.timing import Timing
-from support.builders import open_store
+from support.builders import Hand, effect_request, open_store
 from support.clock import FixedIds, ManualClock
 from support.rows import scalar
 
@@ -176,3 +178,99 @@ def test_a_silent_driver_is_followed_only_after_lease_and_grace(
     assert store.get_run(run_id).state == "succeeded"
     silent.close()
     other.close()
+
+
+# -- a driver that many attempts keep up ---------------------------------------------------------------------------
+
+MANY = """
+apiVersion: agentctl.dev/v1
+kind: Workflow
+metadata: {name: many}
+spec:
+  inputs: {items: [1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15, 16, 17, 18, 19, 20]}
+  policy: {approval: never}
+  runtime: {maxConcurrency: 20}
+  actions: {look: {kind: builtin.read, with: {path: x}}}
+  tasks:
+    - {id: each, uses: "action:look", foreach: {items: "${{ inputs.items }}", maxItems: 20}}
+"""
+
+
+def many_submitted(store: Store, ids: FixedIds, folder: Path) -> str:
+    file = folder / "many.yaml"
+    file.write_text(MANY)
+    document = load_workflow(file)
+    return submit(store, document, compile_workflow(document), {}, ids=ids, base_path=folder, actor="tester").run_id
+
+
+def test_what_is_finished_before_a_driver_lies_down_is_seen_before_it_sleeps(
+    store: Store, clock: ManualClock, ids: FixedIds, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nobody calls a driver that is up: so it looks once more, at a moment when everybody would call it."""
+    many_submitted(store, ids, tmp_path)
+    coordinator = coordinator_of(store, clock, ids, adopts=True)
+    drive(coordinator, clock, 3)
+    hand = Hand(store)
+    claim = hand.take()
+    coordinator.tick()
+    assert store._board.is_up(coordinator.process_id)
+    hand.finish(claim)
+    store.call(coordinator.process_id)
+    slept: list[float] = []
+
+    def asleep(
+        watched: list[object], _w: object, _x: object, seconds: float
+    ) -> tuple[list[object], list[int], list[int]]:
+        assert not store._board.is_up(coordinator.process_id), "asleep, and nobody would call"
+        slept.append(seconds)
+        return [], [], []
+
+    monkeypatch.setattr("agentctl.coordinator.driver.select.select", asleep)
+    coordinator.wait()
+    assert slept == [0.0]
+    coordinator.tick()
+    assert scalar(store, "SELECT COUNT(*) FROM attempts WHERE state = 'closed'") == 1
+    coordinator.wait()
+    coordinator.tick()
+    coordinator.wait()
+    assert slept[-1] > 0, "with nothing new it sleeps"
+    coordinator.close()
+
+
+def test_no_look_reads_a_whole_table(store: Store, clock: ManualClock, ids: FixedIds, tmp_path: Path) -> None:
+    """What a coordinator and a worker ask again and again must not cost more with every task there ever was."""
+    many_submitted(store, ids, tmp_path)
+    coordinator = coordinator_of(store, clock, ids, adopts=True)
+    asked: dict[str, object] = {}
+
+    def note(_cursor: object, statement: str, bindings: object) -> bool:
+        asked.setdefault(statement, bindings)
+        return True
+
+    connection = store.database.connection
+    connection.exec_trace = note
+    drive(coordinator, clock, 3)
+    hand = Hand(store)
+    claim = hand.take()
+    store.peek(None)
+    store.renew(hand.name, claim.fence, lease_ms=1000, rss=0, done=0, failed=0)
+    effect = effect_request(claim)
+    hand.start(claim, effect)
+    hand.finish(claim, effect=EffectEnd(effect.effect_id, "succeeded", "{}"), next_claim=True)
+    drive(coordinator, clock, 10)
+    connection.exec_trace = None
+    # What has not ended is few, and has indexes of its own.
+    growing = re.compile(
+        r"SCAN (attempts|tasks|effects|audit_events|checkpoints|runs|[aert])\b"
+        r"(?! USING (COVERING )?INDEX (runs_open|turns))"
+    )
+    scans = {
+        statement: step[3]
+        for statement, bindings in asked.items()
+        if statement.startswith(("SELECT", "UPDATE", "DELETE"))
+        for step in connection.execute(f"EXPLAIN QUERY PLAN {statement}", bindings)  # type: ignore[arg-type]
+        if growing.match(step[3])
+    }
+    assert len(asked) > 30
+    assert sorted(set(scans.values())) == []
+    coordinator.close()

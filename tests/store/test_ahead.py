@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
+import apsw
 import pytest
-from agentctl.store.board import FRESH_MS, Board
+from agentctl.store.board import FRESH_MS, SLOTS, UP_SECONDS, Board, _number_and_place
 from agentctl.store.engine import LONE_SECONDS, Store
 from agentctl.store.errors import LeaseLost
 from agentctl.store.records import (
@@ -258,3 +260,70 @@ def test_a_lone_run_without_work_hides_no_other(store: Store) -> None:
 def seen_run(store: Store) -> str | None:
     candidate = store.peek(None)
     return None if candidate is None else candidate.run_id
+
+
+def test_a_look_ahead_leaves_no_statement_open(store: Store) -> None:
+    """One that was not read to its end would keep its snapshot, and the log, for as long as a task runs."""
+    started_run(store, tasks=3)
+    first = store.peek(None)
+    assert first is not None
+    board_of(store, 1).announce(first.attempt_id)
+    assert store.peek(None) is not None
+    with contextlib.closing(apsw.Connection(str(store.path))) as other:
+        busy, left, _ = other.execute("PRAGMA wal_checkpoint(TRUNCATE)").fetchall()[0]
+    assert (busy, left) == (0, 0)
+
+
+# -- drivers that need no call --------------------------------------------------------------------------------------
+
+
+def test_who_is_up_need_not_be_called(store: Store, clock: ManualClock) -> None:
+    mine, theirs = board_of(store, 0), board_of(store, 1)
+    assert not theirs.is_up("driver-1")
+    mine.stay_up("driver-1")
+    assert theirs.is_up("driver-1")
+    assert not theirs.is_up("driver-2")
+    mine.lie_down("driver-1")
+    assert not theirs.is_up("driver-1")
+    mine.stay_up("driver-1")
+    clock.advance(UP_SECONDS + 0.01)
+    assert not theirs.is_up("driver-1"), "it may be stopped"
+
+
+def test_what_a_driver_said_before_the_last_boot_counts_no_more(store: Store, clock: ManualClock) -> None:
+    earlier = ManualClock()
+    earlier.advance(clock.monotonic() + 1_000_000)
+    Board(store.database.gate.line, earlier).stay_up("driver-1")
+    assert not board_of(store, 1).is_up("driver-1")
+
+
+def test_two_drivers_on_one_place_are_both_called(store: Store) -> None:
+    names = [f"driver-{number}" for number in range(SLOTS + 1)]
+    by_place: dict[int, list[str]] = {}
+    for name in names:
+        by_place.setdefault(_number_and_place(name)[1], []).append(name)
+    first, second = next(pair for pair in by_place.values() if len(pair) > 1)[:2]
+    board = board_of(store, 1)
+    board.stay_up(first)
+    board.stay_up(second)
+    assert not board.is_up(first)
+    assert board.is_up(second)
+
+
+def test_drivers_and_candidates_share_no_place(store: Store) -> None:
+    board = board_of(store, 1)
+    for number in range(SLOTS * 3):
+        board.stay_up(f"driver-{number}")
+    assert board_of(store, 2).others() == set()
+
+
+def test_whoever_lies_down_is_called(store: Store) -> None:
+    """A call goes to the driver of a finished attempt unless it has said that it will look."""
+    with contextlib.closing(store.wakes.listen("driver-1")) as listener:
+        store.stay_up("driver-1", True)
+        store.call("driver-1")
+        with pytest.raises(BlockingIOError):
+            listener.recv(16)
+        store.stay_up("driver-1", False)
+        store.call("driver-1")
+        assert listener.recv(16)

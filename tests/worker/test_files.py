@@ -29,6 +29,7 @@ from agentctl.worker.effects import (
     register,
     supported,
 )
+from agentctl.worker.effects.paths import real_path
 
 LIMIT = 1 << 20
 
@@ -153,6 +154,23 @@ def test_the_files_of_the_database_are_left_to_sqlite(base: Path, kind: str, nam
         database.close()
     (base / "w" / "run.db-wal").write_text("nobody's")
     assert execute(planned(read(base, "run.db-wal"))).status == "succeeded"
+
+
+def test_the_kernel_resolves_paths_as_the_library_does(tmp_path: Path) -> None:
+    folder = tmp_path / "folder"
+    folder.mkdir()
+    (folder / "file").write_text("x")
+    (folder / "odd (deleted)").write_text("x")
+    os.mkfifo(folder / "pipe")
+    (tmp_path / "link").symlink_to("folder")
+    (tmp_path / "chain").symlink_to("link/file")
+    (tmp_path / "dangling").symlink_to("nowhere/at/all")
+    (tmp_path / "round").symlink_to("round")
+    (folder / "\udcff").write_text("x")
+    names = ["folder", "link", "link/file", "link/../folder", "chain", "dangling", "round", "missing", "link/pipe"]
+    for name in [*names, "folder/odd (deleted)", "folder/\udcff", "link/file/below", "", "folder//file", "n" * 300]:
+        path = os.path.join(tmp_path, name)
+        assert real_path(path) == os.path.realpath(path), name
 
 
 def test_read_follows_links_that_stay_inside(base: Path) -> None:

@@ -50,10 +50,31 @@ def checked_text(value: str, name: str) -> str:
 def resolve_readable(path: str, workspace: str) -> str:
     """The resolved form of a path that may be read (contract 11.2). Raises `policy_denied`."""
     refuse_dotdot(path)
-    resolved = os.path.realpath(os.path.join(workspace, path))
+    resolved = real_path(os.path.join(workspace, path))
     if not readable(resolved, workspace):
         raise TaskFault("policy_denied", f"{path!r} is outside the workspace", details={"path": path})
     return resolved
+
+
+def real_path(path: str) -> str:
+    """`os.path.realpath`, answered by the kernel if `path` exists: to ask about one folder after the other took a
+    twentieth of a worker's time.
+
+    A descriptor that was opened as a path only reads nothing, waits for nothing, and drops no lock when it is closed.
+    """
+    try:
+        descriptor = os.open(path, os.O_PATH | os.O_CLOEXEC)
+    except OSError:
+        return os.path.realpath(path)
+    try:
+        found = os.readlink(f"/proc/self/fd/{descriptor}")
+    except OSError:
+        return os.path.realpath(path)
+    finally:
+        os.close(descriptor)
+    if not found.startswith("/") or found.endswith(" (deleted)"):
+        return os.path.realpath(path)
+    return found
 
 
 def refuse_database(path: str, place: str) -> None:
