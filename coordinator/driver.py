@@ -47,6 +47,15 @@ BREATHER_SECONDS = 0.005
 BREATHER_FROM = 16
 """Attempts in flight from which a driver does so: then work is waiting, and no worker waits for the driver."""
 
+PACE_SECONDS = 0.02
+"""How long results are counted before a rate is made of them."""
+
+PACE_FORGOTTEN_SECONDS = 0.25
+"""How long no result may come until a rate says nothing any more."""
+
+HELD_BACK_SECONDS = 0.01
+"""How often is looked whether anybody moves at brief work; if nobody did, all are woken."""
+
 STEPS_IN_A_ROW = 4
 """Batches that one run may commit before the others get their turn."""
 
@@ -71,6 +80,28 @@ class _SilentDriver:
     seconds: float = 0.0
 
 
+class _Pace:
+    """How many results a second come in, measured over moments of at least `PACE_SECONDS`; None as long as nobody can
+    tell."""
+
+    def __init__(self) -> None:
+        self.rate: float | None = None
+        self._since: float | None = None
+        self._last = 0.0
+        self._count = 0
+
+    def note(self, results: int, now: float) -> None:
+        """So many have come in since the last time (`now` in monotonic seconds)."""
+        if self._since is None or now - self._last > PACE_FORGOTTEN_SECONDS:
+            self.rate, self._since, self._count = None, now, 0
+        else:
+            self._count += results
+            if now - self._since >= PACE_SECONDS:
+                self.rate = self._count / (now - self._since)
+                self._since, self._count = now, 0
+        self._last = now
+
+
 class RunDriver:
     """The driver of one run, from taking its lease to its end."""
 
@@ -81,6 +112,9 @@ class RunDriver:
         self.epoch = epoch
         self.done = False
         self.compensation_due = False
+        self.held_back = False
+        """Whether fewer workers may have been woken than there is work for (see `Store.commit_batch`)."""
+        self._pace = _Pace()
         self._store = store
         self._driver = driver
         self._ids = ids
@@ -124,9 +158,17 @@ class RunDriver:
         if batch.is_empty():
             return False
         self._faults.reach("before_run_end" if batch.run_state else "before_commit")
+        if finished:
+            self._pace.note(len(finished), self._store.clock.monotonic())
+        self.held_back = self.held_back or batch.brief > 0
         try:
             stopped = self._store.commit_batch(
-                self._run, batch, driver=self._driver, epoch=self.epoch, revision=self._run.revision
+                self._run,
+                batch,
+                driver=self._driver,
+                epoch=self.epoch,
+                revision=self._run.revision,
+                rate=self._pace.rate,
             )
         except RunMoved:
             self._reload()
@@ -244,6 +286,7 @@ class Coordinator:
         version = self.store.database.data_version()
         due = self._timers_due()
         if version == self._seen and not due:
+            self._wake_those_held_back()
             return False
         self._seen = version
         again = False
@@ -341,6 +384,8 @@ class Coordinator:
             self.store.stay_up(self.process_id, False)
             if self.store.database.data_version() != self._seen:
                 seconds = 0.0
+        if any(driver.held_back for driver in self.drivers.values()):
+            seconds = min(seconds, HELD_BACK_SECONDS)
         if at_most is not None:
             seconds = min(seconds, at_most)
         watched: list[int | socket.socket] = [self.listener, *extra]
@@ -348,6 +393,14 @@ class Coordinator:
         if self.listener in readable:
             wakeups.drain(self.listener)
         return [item for item in readable if isinstance(item, int)]
+
+    def _wake_those_held_back(self) -> None:
+        """Nothing has happened for a moment: whoever is up has more to do than was thought."""
+        held_back = [driver for driver in self.drivers.values() if driver.held_back]
+        for driver in held_back:
+            driver.held_back = False
+        if held_back and self.store.has_ready(None):
+            self.store.wake_workers()
 
     def _in_flight(self) -> int:
         return sum(driver.in_flight() for driver in self.drivers.values())

@@ -23,7 +23,7 @@ from agentctl.store.compensations import MAPPING
 from agentctl.store.engine import BATCH_BYTES, BATCH_RESULTS, RunSnapshot
 from agentctl.store.errors import TaskFault
 from agentctl.store.records import Batch, Event, FinishedAttempt, HeldAttempt, NewAttempt, Run
-from agentctl.store.states import TASK_FINAL, may_repeat
+from agentctl.store.states import BRIEF_KINDS, TASK_FINAL, may_repeat
 
 from .check_mode import CheckMode, not_executed_text
 from .expressions import Scope, compile_condition, compile_vars
@@ -662,6 +662,7 @@ class Scheduler:
         origin = self.state[position]
         batch.readies.append((decision, digest, position))
         batch.enqueues.append(NewAttempt(position, task.id, number, task.timeout_seconds * 1000, input_json))
+        batch.brief += task.action_kind in BRIEF_KINDS
         self._bytes += len(input_json)
         self._in_flight.add(position)
         self._move(position, "ready", origin, batch, decision=decision)

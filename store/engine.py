@@ -83,6 +83,9 @@ BATCH_BYTES = 8 * 1024 * 1024
 REINDEX_ENTRIES = 16
 """Entries of at most 1 MiB each that a reindex holds at a time."""
 COLLECT_ENTRIES = 256
+CROWDED_RATE = 600.0
+"""Results a second of one worker from which its work takes nothing but the processor: another worker on the same
+processors would only be in its way."""
 LONE_SECONDS = 0.02
 """How long a run that was alone is believed to be so by those who look ahead: no other run waits longer for that."""
 
@@ -120,6 +123,7 @@ class Store:
         self.path = self.database.path
         self.wakes = WakeFolder(self.path)
         self._board = Board(self.database.gate.line, clock)
+        self._processors = len(os.sched_getaffinity(0))
         self._next_run: tuple[NextRun | None, float] = (None, 0.0)
         self.artifacts = Artifacts(self.database, clock)
         try:
@@ -376,23 +380,36 @@ class Store:
             return task_queue.claimed_positions(tx, run.run_id, run.first_task)
 
     def commit_batch(
-        self, run: Run, batch: Batch, *, driver: str, epoch: int, revision: int
+        self, run: Run, batch: Batch, *, driver: str, epoch: int, revision: int, rate: float | None = None
     ) -> list[tuple[int, str, str]]:
         """Commit one batch (see `commits.commit_batch`), durably, and wake as many workers as it gives work to.
 
         They are called before the sync: whatever they start is on the disk only together with this commit.
+
+        For brief work no more are up than there are processors, as long as it goes on as fast as it can: `rate` is how
+        many results a second have come in lately, or None if nobody can tell yet. Whoever passes one makes sure that
+        work at which nobody moves gets all workers (`wake_workers`); see `ops/decisions`, "hands for brief work".
         """
         sleepers: list[str] = []
         with self.database.write(urgent=True) as tx:
-            stopped = commits.commit_batch(
-                tx, run, batch, driver=driver, epoch=epoch, revision=revision, now=self.clock.now()
-            )
-            if batch.enqueues or batch.unheld:
-                sleepers = processes.idle_workers(tx, len(batch.enqueues) + len(batch.unheld))
+            now = self.clock.now()
+            stopped = commits.commit_batch(tx, run, batch, driver=driver, epoch=epoch, revision=revision, now=now)
+            wanted = len(batch.enqueues) + len(batch.unheld)
+            if batch.brief:
+                hands = task_queue.brisk(tx, now=now)
+                if rate is None or rate >= CROWDED_RATE * hands:
+                    wanted -= batch.brief - min(batch.brief, max(0, self._processors - hands))
+            if wanted:
+                sleepers = processes.idle_workers(tx, wanted)
         for sleeper in sleepers:
             self.wakes.wake(sleeper)
         self.database.sync()
         return stopped
+
+    def enough_hands(self) -> bool:
+        """Whether for brief work nobody needs to get up: as many workers as there are processors come and go."""
+        with self.database.read() as tx:
+            return task_queue.brisk(tx, now=self.clock.now()) >= self._processors
 
     def wake_workers(self, limit: int = 1000) -> None:
         """Call idle workers: there may be work."""

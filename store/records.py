@@ -468,7 +468,7 @@ class Batch:
     and may have requested what is never sent. `artifacts` are (attempt, position, manifest) of successes
     that have ingested something; `proofs` are (definition fingerprint, output-contract fingerprint) by position, of all
     successes. `undone` are (position, source effects) of tasks of a compensation run that end; `compensation_due`: the
-    run fails, and its declared compensation starts by itself.
+    run fails, and its declared compensation starts by itself. `brief` is how many of `enqueues` are of `BRIEF_KINDS`.
     """
 
     finals: list[tuple[Any, ...]] = field(default_factory=list)
@@ -479,6 +479,7 @@ class Batch:
     superseded: list[str] = field(default_factory=list)
     abandoned: list[int] = field(default_factory=list)
     enqueues: list[NewAttempt] = field(default_factory=list)
+    brief: int = 0
     unheld: list[int] = field(default_factory=list)
     memory: list[tuple[str, int, str | None]] = field(default_factory=list)
     artifacts: list[tuple[int, int, str]] = field(default_factory=list)

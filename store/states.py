@@ -62,6 +62,10 @@ MUTATING = frozenset({"workspace_mutate", "external_mutate", "process_execution"
 """Classes of effects that may be unsafe to repeat; all others never are (contract 5.6)."""
 
 
+BRIEF_KINDS = frozenset({"builtin.read", "builtin.memory.write"})
+"""Action kinds that a worker carries out by itself and, as a rule, within a fraction of a millisecond."""
+
+
 def may_repeat(effect_class: str, idempotency: str) -> bool:
     """Whether an effect whose outcome is unknown may be dispatched again (architecture 4).
 

@@ -27,6 +27,9 @@ from .records import (
 )
 from .states import may_repeat
 
+BRISK_MS = 25
+"""Whoever claimed something longer ago may be busy for long; a driver's commit, for which all wait, takes less."""
+
 _CLAIMABLE_RUN = (
     # CROSS JOIN fixes the order: the runs that have a turn, by their turn, and never all runs there ever were.
     "SELECT t.run_id, r.trace_id, EXISTS (SELECT 1 FROM turns o WHERE o.run_id <> t.run_id) "  # noqa: S608
@@ -263,6 +266,14 @@ def live_attempts(tx: Connection, run_id: str, first_task: int, task_count: int)
             (first_task, first_task + task_count - 1),
         )
     ]
+
+
+def brisk(tx: Connection, *, now: int) -> int:
+    """How many workers have claimed something within the last moment. If their work is brief, they are back at once."""
+    found = tx.execute(
+        "SELECT COUNT(*) FROM attempts WHERE queue = 'claimed' AND claimed_at > ?", (now - BRISK_MS,)
+    ).fetchone()
+    return int(found[0]) if found else 0
 
 
 def claimed_positions(tx: Connection, run_id: str, first_task: int) -> set[int]:

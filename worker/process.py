@@ -144,6 +144,8 @@ class Worker:
         self._parent = parent_sentinel
         self._signals = 0
         self._fresh = True
+        self._called = True
+        """Whether somebody has asked for one more; who only looks by himself does not join where hands are enough."""
         self._lingered = False
         self._self_pipe = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
         if config.parent_process_id is not None and os.getsid(0) != os.getpid():
@@ -276,6 +278,8 @@ class Worker:
     def _claim(self, idle: bool) -> Following | None:
         """Claim something, after a look without the gate: there has to be something, and it is prepared for."""
         self._ahead = None
+        if idle and not self._called and self._store.enough_hands():
+            return None
         candidate = self._store.peek(self._config.only_run) if self._looks_ahead else None
         if candidate is not None:
             self._ahead = self._runner.prepare(candidate)
@@ -389,16 +393,17 @@ class Worker:
             self._watch.park()
             # What was finished last becomes durable before we rest.
             self._store.set_process_state(self._config.process_id, "idle", durable=True)
+            self._called = True
             if self._store.has_ready(self._config.only_run):
                 return True
         now = self._clock.monotonic()
         if now >= self._next_beat:
             self._beat()
-        self._rest(max(0.0, min(IDLE_LOOK_SECONDS, self._next_beat - now)))
+        self._called = self._rest(max(0.0, min(IDLE_LOOK_SECONDS, self._next_beat - now)))
         return True
 
-    def _rest(self, timeout: float) -> None:
-        """Sleep until a call, a signal or the end of the supervisor, at most `timeout` seconds."""
+    def _rest(self, timeout: float) -> bool:
+        """Sleep until a call, a signal or the end of the supervisor, or for `timeout` seconds: whether a call came."""
         watched: list[int | socket.socket] = [self._listener, self._self_pipe[0]]
         if self._parent is not None:
             watched.append(self._parent)
@@ -408,6 +413,7 @@ class Worker:
         if self._parent is not None and self._parent in readable:
             log.warning("the supervisor is gone; draining")
             self._watch.drain = True
+        return self._listener in readable
 
     def _beat(self) -> None:
         _, drain = self._store.renew(

@@ -12,16 +12,19 @@ from multiprocessing.synchronize import Barrier
 from pathlib import Path
 
 import apsw
-from agentctl.store import gate, migrate
+from agentctl.store import gate, migrate, task_queue
 from agentctl.store.clock import SystemClock
 from agentctl.store.embedding import LocalHash
 from agentctl.store.engine import Store
 from agentctl.store.errors import ConflictError
+from agentctl.store.faults import Faults
 from agentctl.store.long_term import new_write
 from agentctl.store.memory_entries import entry_of
 from agentctl.store.records import AttemptHeld, EffectEnd, StartedEffect
+from agentctl.worker.process import Worker, WorkerConfig
 
 from support.builders import Hand, effect_request, new_run, process_row
+from support.clock import ManualClock
 
 
 def take_everything(path: Path, name: str, barrier: Barrier, out: Connection) -> None:
@@ -204,3 +207,23 @@ def put_often(path: Path, name: str, times: int, barrier: Barrier) -> None:
         entry = entry_of({"content": {"type": "text", "text": f"{name} {number}"}})
         store.memory_put(new_write("n", "k", entry, LocalHash(), None))
     store.close()
+
+
+def look_as_an_idle_worker(path: Path, out: Connection) -> None:
+    """A worker that sleeps, and what it takes: called, by itself while enough others come and go, by itself without."""
+    os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})
+    clock = ManualClock()
+    store = Store(path, clock)
+    config = WorkerConfig(path, "worker-idle", "idle", None, None, None, "0", lease=15.0, heartbeat=3.0)
+    # Whoever wants to die there has nothing prepared: the tasks of this run are no real ones.
+    worker = Worker(config, clock, Faults("after_claim:99"), None)
+    assert Hand(store, "worker-busy").claim() is not None
+    worker._called = False
+    without_a_call = worker._claim(True)
+    worker._called = True
+    called = worker._claim(True)
+    clock.advance((task_queue.BRISK_MS + 1) / 1000)
+    worker._called = False
+    alone = worker._claim(True)
+    out.send([None if taken is None else taken.claim.task_id for taken in (without_a_call, called, alone)])
+    os._exit(0)
