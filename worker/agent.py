@@ -545,7 +545,8 @@ class _Delivery:
         if known is not None:
             output = loads(known.result_json or "null")
             keeps = tool_keeps(self._step(call, tool, given))
-            self._keep(keeps, output)
+            if known.confirmed or isinstance(keeps, InAnswer):  # of files that a person tells about nobody has seen any
+                self._keep(keeps, output)
             return output
         plan = tool_plan(self._step(call, tool, given))
         if plan.keeps is not None:
