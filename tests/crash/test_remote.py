@@ -329,6 +329,26 @@ def test_an_answer_that_is_larger_than_what_may_be_kept(remote: Remote, where: s
     remote.sound()
 
 
+def test_an_observed_answer_that_cannot_be_kept_is_not_reused(remote: Remote) -> None:
+    """Its task has failed for good reason: a retry does not take the answer over without its artifacts."""
+    file = remote.a2a(message="files hello")
+    document = json.loads(file.read_text())
+    document["spec"]["policy"]["maxArtifactBytes"] = 8
+    file.write_text(json.dumps(document))
+    answer, run_id = remote.run_killed(file, "after_call_stored")
+    assert (answer.code, answer.data["reason"]) == (3, "uncertain_effect")
+    (call,) = remote.inspect(run_id)["protocolCalls"]
+    assert remote.site.ask("effects", "continue-remote", call["effectId"]).code == 0
+    assert remote.site.ask("resume", run_id).code == 4
+    assert remote.inspect(run_id)["tasks"][0]["error"]["code"] == "artifact_too_large"
+    plan = remote.site.ask("retry", file, run_id, "--failed", "--plan")
+    assert (plan.code, plan.data["reusedTasks"]) == (3, []), plan.out
+    assert [block["taskId"] for block in plan.data["blockedReuse"]] == ["ask"]
+    assert remote.peer is not None
+    assert remote.peer.counts()["SendMessage"] == 1
+    remote.sound()
+
+
 def test_continuing_needs_a_task_that_has_ended_well(remote: Remote) -> None:
     file = remote.a2a(maxPolls=2, timeoutSeconds=5)
     assert remote.peer is not None
