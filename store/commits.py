@@ -92,6 +92,8 @@ def commit_batch(
         state["memory"] = [list(item) for item in batch.memory]
     events = batch.events
     if batch.run_state is not None:
+        if batch.run_reason != "deadline_exceeded":  # then that was told, with more words
+            events = [*events, ledger.wall_time_observed(run.created_at, now=now)]
         events = [*events, _end_run(tx, run, batch, now)]
         state["state"] = batch.run_state
         state["reason"] = batch.run_reason
@@ -169,7 +171,7 @@ def _wall_time_exceeded(tx: Connection, run: Run, now: int) -> Event:
     line = tx.execute(
         "SELECT limit_units FROM budget_lines WHERE run_id = ? AND dimension = 'wallTimeSeconds'", (run.run_id,)
     ).fetchone()
-    spent = -((run.created_at - now) // 1000)
+    spent = ledger.seconds_since(run.created_at, now)
     detail: dict[str, object] = {"dimension": "wallTimeSeconds", "limit": line and line[0], "attempted": spent}
     return ledger.record_exceeded(tx, run.run_id, None, detail, "budget.wall_time_exceeded", now=now)
 

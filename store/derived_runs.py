@@ -300,11 +300,14 @@ def _effects(tx: Connection, run: Run) -> Iterator[SourceEffect]:
 
 
 def _continued(tx: Connection, run: Run, told: dict[str, str]) -> Iterator[tuple[str, ContinuedCall]]:
-    """Calls of the last attempts of tasks that did not succeed, whose remote task was observed to be completed."""
+    """Calls of the last attempts of tasks that did not succeed, whose remote task was observed to be completed.
+
+    Not of an attempt that went on with the answer and failed by it: what it brought could not be kept, say.
+    """
     for task_id, effect_id, result in tx.execute(
         "SELECT t.task_id, e.effect_id, c.result_json FROM effect_reconciliations c "  # noqa: S608
         "JOIN effects e ON e.effect_id = c.effect_id AND e.operation = 'a2a.delegate' "
-        "JOIN attempts a ON a.attempt_id = e.attempt_id "
+        "JOIN attempts a ON a.attempt_id = e.attempt_id AND a.outcome IS NOT 'failed' "
         "JOIN tasks t ON t.task_no = a.task_no AND t.attempt = a.number AND t.state IN ('failed', 'cancelled') "
         "WHERE c.run_id = ? AND c.status = 'applied' "
         "AND json_extract(c.evidence_json, '$.kind') = 'protocol_observation' AND c.reconciliation_no = "

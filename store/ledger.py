@@ -315,6 +315,17 @@ def _unlimited(tx: Connection, run_id: str, limits: dict[str, int]) -> Iterator[
                 yield dimension, units
 
 
+def seconds_since(created_at: int, now: int) -> int:
+    """The wall time of a run: whole seconds since its creation, begun ones count; no less than none by a clock that was
+    set back."""
+    return max(0, -((created_at - now) // 1000))
+
+
+def wall_time_observed(created_at: int, *, now: int) -> Event:
+    """What a run has used of its wall time, told whenever it is resumed, and whenever it stops (contract 6)."""
+    return Event("budget.wall_time_observed", None, canonical({"elapsedSeconds": seconds_since(created_at, now)}))
+
+
 def as_json(tx: Connection, run_id: str, *, now: int) -> dict[str, object]:
     """The ledger of a run as `inspect` shows it (contract 6).
 
@@ -340,7 +351,7 @@ def as_json(tx: Connection, run_id: str, *, now: int) -> dict[str, object]:
         reserved[dimension] = reserved.get(dimension, 0) + units
     span = tx.execute("SELECT created_at, ended_at FROM runs WHERE run_id = ?", (run_id,)).fetchone()
     if span is not None:
-        usage["wallTimeSeconds"] = max(0, -((span[0] - (span[1] or now)) // 1000))
+        usage["wallTimeSeconds"] = seconds_since(span[0], span[1] or now)
     reserved.pop("wallTimeSeconds", None)
     if head is None:
         return {"limits": limits, "usage": usage, "reserved": reserved}

@@ -229,7 +229,8 @@ def _let_task_go_on(
     now: int,
 ) -> None:
     """What the conclusion means for the attempt that ended uncertain through this effect, if it still waits."""
-    if new.status == "applied" and _is_one_of_many(tx, new.effect_id):
+    if new.status == "applied" and (new.protocol is not None or _is_one_of_many(tx, new.effect_id)):
+        # What a remote side has answered may bring artifacts: a worker stores them before the task may complete.
         if not standing.undone(tx, attempt_id):
             _take_up_again(tx, run, new, attempt_id, events, state, now)
             return

@@ -6,7 +6,7 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
-from . import audit, seals
+from . import audit, ledger, seals
 from .canonical import canonical, text_digest
 from .clock import LAST_INSTANT
 from .database import Connection
@@ -379,7 +379,8 @@ def take_run(
     sets it `running` again. With `trace_id` what follows is told under that one (contract 4.9).
     """
     row = tx.execute(
-        "SELECT state, epoch, priority, runtime_state_version, plan_format_version FROM runs WHERE run_id = ?",
+        "SELECT state, epoch, priority, runtime_state_version, plan_format_version, created_at FROM runs "
+        "WHERE run_id = ?",
         (run_id,),
     ).fetchone()
     if row is None:
@@ -398,6 +399,8 @@ def take_run(
     if trace_id is not None:
         payload["traceId"] = trace_id
     events = [Event("run.driver", None, canonical(payload))]
+    if resume:
+        events.append(ledger.wall_time_observed(row[5], now=now))
     if state == "paused":
         tx.execute(
             "UPDATE runs SET state = 'running', reason = NULL, pause_requested_at = NULL, pause_reason = NULL, "

@@ -46,7 +46,17 @@ from agentctl.store.records import (
 from agentctl.store.timing import Timing
 
 from .attempt import AttemptRunner, Ending, RunSettings, as_recorded, refused
-from .effects import Declared, EffectContext, EffectOutcome, EffectPlan, Keeps, Several, Written
+from .effects import (
+    Declared,
+    EffectContext,
+    EffectOutcome,
+    EffectPlan,
+    InAnswer,
+    Keeps,
+    Several,
+    Written,
+    kept_of,
+)
 from .effects.contracts import mismatch
 from .providers import Call, ModelRequest, ModelResponse, Provider, ProviderFault, ToolCall, Usage
 from .redaction import known as known_secrets
@@ -533,18 +543,22 @@ class _Delivery:
         if not tool["retrySafe"]:
             self._bound = True
         if known is not None:
-            self._keep(tool_keeps(self._step(call, tool, given)))
-            return loads(known.result_json or "null")
+            output = loads(known.result_json or "null")
+            keeps = tool_keeps(self._step(call, tool, given))
+            if known.confirmed or isinstance(keeps, InAnswer):  # of files that a person tells about nobody has seen any
+                self._keep(keeps, output)
+            return output
         plan = tool_plan(self._step(call, tool, given))
         if plan.keeps is not None:
             self._agents.host.require_store()
         output = self._execute(call, tool, plan, operation, recorded_input)
-        self._keep(plan.keeps)
+        self._keep(plan.keeps, output)
         return output
 
-    def _keep(self, keeps: Keeps | None) -> None:
-        if keeps is not None and not isinstance(keeps, Several):
-            self._keeps.append(keeps)
+    def _keep(self, keeps: Keeps | InAnswer | None, output: Any) -> None:
+        found = kept_of(keeps, output, [part.path for part in self._keeps if isinstance(part, Written)])
+        if found is not None:
+            self._keeps += found.parts if isinstance(found, Several) else (found,)
 
     def _step(self, call: ToolCall, tool: dict[str, Any], given: dict[str, Any]) -> ToolStep:
         expected = None

@@ -37,7 +37,18 @@ from agentctl.store.states import LEAVES_NO_TRACE, may_repeat
 from agentctl.store.timing import Timing
 
 from . import run_secrets
-from .effects import Done, EffectContext, EffectOutcome, EffectPlan, Keeps, Work, kept, prepare
+from .effects import (
+    Done,
+    EffectContext,
+    EffectOutcome,
+    EffectPlan,
+    InAnswer,
+    Keeps,
+    Work,
+    kept,
+    kept_of,
+    prepare,
+)
 from .redaction import known as known_secrets
 from .watch import Token
 
@@ -186,11 +197,19 @@ class AttemptRunner:
         Nothing is planned again: what planning looks at may be gone by now, and nothing is going to be dispatched.
         """
         step = self._store.recorded_steps(claim.fence.attempt_id).get(1)
-        if step is None or step.undone or not step.confirmed:
+        if step is None or step.undone:
             return None
-        ending = Ending(AttemptEnd("succeeded", result_effect=step.effect_id))
-        keeps = kept(self._work(claim, None))
-        return ending if keeps is None else self.keep(claim, keeps, ending)
+        work = self._work(claim, None)
+        if step.confirmed:
+            ending = Ending(AttemptEnd("succeeded", result_effect=step.effect_id))
+            return self._keep(claim, kept(work), ending, step.result_json)
+        return self._reconciled(claim, kept(work), step.effect_id, step.result_json)
+
+    def _reconciled(self, claim: Claim, keeps: Keeps | InAnswer | None, effect: str, result_json: str | None) -> Ending:
+        """How an attempt ends whose result is that of a reconciliation. Of files that a person tells about nobody has
+        seen any; an answer holds what it brings."""
+        ending = Ending(AttemptEnd("succeeded", result_json=result_json, result_effect=effect))
+        return self._keep(claim, keeps, ending, result_json) if isinstance(keeps, InAnswer) else ending
 
     def _converse(self, claim: Claim) -> Ending:
         if self._agents is None:
@@ -338,8 +357,9 @@ class AttemptRunner:
         """Do what the answer to the start allows. `since` is when the start was asked for (monotonic seconds)."""
         self._faults.reach("after_effect_start")
         if isinstance(answer, RecordedEffect):
-            ending = as_recorded(request, answer)
-            return ending if answer.reconciled else self._keep(claim, plan, ending)
+            if answer.reconciled:
+                return self._reconciled(claim, plan.keeps, request.effect_id, answer.result_json)
+            return self._keep(claim, plan.keeps, as_recorded(request, answer), answer.result_json)
         if isinstance(answer, AttemptHeld):
             return Ending(None, held=True)
         if isinstance(answer, StartRefused):
@@ -360,11 +380,18 @@ class AttemptRunner:
             )
         )
         self._faults.reach("after_effect_result")
-        return self._keep(claim, plan, self.ended(request, answer, outcome))
+        ending = self.ended(request, answer, outcome)
+        return self._keep(claim, plan.keeps, ending, None if ending.effect is None else ending.effect.result_json)
 
-    def _keep(self, claim: Claim, plan: EffectPlan, ending: Ending) -> Ending:
+    def _keep(self, claim: Claim, keeps: Keeps | InAnswer | None, ending: Ending, result_json: str | None) -> Ending:
         """Store what a succeeded effect has left, before its task may complete (seed)."""
-        return ending if plan.keeps is None else self.keep(claim, plan.keeps, ending)
+        if keeps is None or ending.attempt is None or ending.attempt.outcome != "succeeded":
+            return ending
+        try:
+            found = kept_of(keeps, loads(result_json or "null") if isinstance(keeps, InAnswer) else None)
+        except TaskFault as fault:
+            return Ending(AttemptEnd("failed", error_json=canonical(fault.as_json())), ending.effect)
+        return ending if found is None else self.keep(claim, found, ending)
 
     def keep(self, claim: Claim, keeps: Keeps, ending: Ending) -> Ending:
         """Store what an attempt leaves if it has succeeded; how it ends then."""

@@ -17,7 +17,7 @@ from agentctl.store.errors import TaskFault
 from agentctl.store.records import record
 
 from .attempt import RunSettings, work_of
-from .effects import Done, EffectContext, EffectOutcome, EffectPlan, Keeps, Work, kept, prepare
+from .effects import Done, EffectContext, EffectOutcome, EffectPlan, InAnswer, Keeps, Work, kept, prepare
 from .providers import ToolSpec
 
 _RISKS: Final = ("low", "medium", "high", "critical")
@@ -41,7 +41,7 @@ def tool_specs(names: Sequence[str], tools: Mapping[str, Any]) -> tuple[ToolSpec
     return tuple(ToolSpec(name, tools[name]["description"], tools[name]["inputSchema"]) for name in names)
 
 
-def tool_keeps(step: ToolStep) -> Keeps | None:
+def tool_keeps(step: ToolStep) -> Keeps | InAnswer | None:
     """What a call leaves that has succeeded before; nothing else of it is looked at again (see `effects.kept`)."""
     return None if step.tool["kind"] == "builtin.echo" else kept(_work(step, _action(step)))
 

@@ -227,6 +227,128 @@ def test_a_worker_that_dies_after_the_task_has_a_name(remote: Remote, form: tupl
     remote.sound()
 
 
+FILES = {
+    "a2a/report/2-notes.md": b"hello",
+    "a2a/report/notes.md": b"# hello",
+    "a2a/report/pixels.png": b"\x00\x01hello\xff",
+    "a2a/report/report-2.json": b'{"lines":"three"}',
+}
+
+
+def kept(remote: Remote, run_id: str) -> dict[str, bytes]:
+    """The artifacts of a run by path, read out of the store."""
+    found = {}
+    for item in remote.site.ask("artifacts", "list", "--run", run_id).data["references"]:
+        target = remote.site.folder / f"export-{len(found)}"
+        answer = remote.site.ask("artifacts", "export", item["digest"], target, "--overwrite")
+        assert answer.code == 0, answer.err
+        found[item["path"]] = target.read_bytes()
+    return found
+
+
+@pytest.mark.parametrize("form", [(), ("stream",)])
+def test_what_an_agent_delivers_is_kept(remote: Remote, form: tuple[str, ...]) -> None:
+    answer = remote.site.ask("run", remote.a2a(*form, message="files hello"))
+    assert answer.code == 0, answer.err
+    run_id = answer.data["runId"]
+    assert kept(remote, run_id) == FILES
+    seen = remote.inspect(run_id)
+    assert [item["path"] for item in seen["tasks"][0]["artifactManifest"]] == sorted(FILES)
+    assert seen["budget"]["usage"]["artifactBytes"] == sum(map(len, FILES.values()))
+    assert answer.data["output"]["got"]["artifacts"][0]["parts"][2] == {"data": {"lines": "three"}}
+    remote.sound()
+
+
+@pytest.mark.parametrize("point", ["after_staging", "after_placing", "after_ingestion"])
+def test_a_worker_that_dies_while_an_answer_is_stored(remote: Remote, point: str) -> None:
+    """The answer is recorded: it is stored from there, and the agent hears nothing more."""
+    answer, run_id = remote.run_killed(remote.a2a(message="files hello"), point)
+    assert answer.code == 0, answer.err
+    assert kept(remote, run_id) == FILES
+    assert remote.peer is not None
+    assert remote.peer.counts()["SendMessage"] == 1
+    remote.sound()
+
+
+def test_what_an_observed_task_has_delivered_is_kept(remote: Remote) -> None:
+    answer, run_id = remote.run_killed(remote.a2a(message="files hello"), "after_effect_result")
+    assert (answer.code, answer.data["reason"]) == (3, "uncertain_effect")
+    assert kept(remote, run_id) == {}
+    (call,) = remote.inspect(run_id)["protocolCalls"]
+    assert remote.site.ask("effects", "continue-remote", call["effectId"]).code == 0
+    assert remote.site.ask("resume", run_id).code == 0
+    assert kept(remote, run_id) == FILES
+    replayed = remote.site.ask("replay", run_id)
+    assert replayed.code == 0, replayed.err
+    assert kept(remote, replayed.data["runId"]) == FILES
+    remote.sound()
+
+
+def test_a_result_that_a_person_supplies_may_have_any_form(remote: Remote) -> None:
+    answer, run_id = remote.run_killed(remote.a2a(), "after_call_stored")
+    assert answer.code == 3, answer.err
+    (effect,) = remote.inspect(run_id)["effects"]
+    result = remote.site.write("result.json", {"artifacts": [{"parts": "by telephone"}], "said": "it is done"})
+    told = ("--status", "applied", "--reason", "x", "--result-file", result)
+    assert remote.site.ask("effects", "reconcile", effect["request"]["id"], *told).code == 0
+    resumed = remote.site.ask("resume", run_id)
+    assert (resumed.code, resumed.data["output"]["got"]["said"]) == (0, "it is done"), resumed.err
+    assert kept(remote, run_id) == {}
+    remote.sound()
+
+
+@pytest.mark.parametrize(
+    ("where", "code"),
+    [("policy", "artifact_too_large"), ("budget", "budget_exceeded"), ("number", "artifact_limit")],
+)
+def test_an_answer_that_is_larger_than_what_may_be_kept(remote: Remote, where: str, code: str) -> None:
+    """The task fails; what the agent has done is recorded as done, and nothing is sent again."""
+    file = remote.a2a(message="files hello")
+    document = json.loads(file.read_text())
+    if where == "policy":
+        document["spec"]["policy"]["maxArtifactBytes"] = 8
+    elif where == "number":
+        parts = [{"text": "x"}] * 10_001
+        done = {"id": "t", "contextId": "c", "status": {"state": "TASK_STATE_COMPLETED"}}
+        task = {**done, "artifacts": [{"artifactId": "many", "parts": parts}]}
+        assert remote.peer is not None
+        remote.peer.plan({"SendMessage": [f"result:{json.dumps({'task': task})}"]})
+    else:
+        document["spec"]["runtime"] = {"budgets": {"maxArtifactBytes": sum(map(len, FILES.values())) - 1}}
+    document["spec"]["tasks"][0]["retry"] = {"maxAttempts": 3}
+    file.write_text(json.dumps(document))
+    answer = remote.site.ask("run", file)
+    assert answer.code == 4, answer.err
+    seen = remote.inspect(answer.data["runId"])
+    assert seen["tasks"][0]["error"]["code"] == code
+    assert [effect["status"] for effect in seen["effects"]] == ["succeeded"]
+    assert kept(remote, answer.data["runId"]) == {}
+    assert remote.peer is not None
+    assert remote.peer.counts()["SendMessage"] == 1
+    assert seen["budget"]["reserved"].get("artifactBytes", 0) == 0
+    remote.sound()
+
+
+def test_an_observed_answer_that_cannot_be_kept_is_not_reused(remote: Remote) -> None:
+    """Its task has failed for good reason: a retry does not take the answer over without its artifacts."""
+    file = remote.a2a(message="files hello")
+    document = json.loads(file.read_text())
+    document["spec"]["policy"]["maxArtifactBytes"] = 8
+    file.write_text(json.dumps(document))
+    answer, run_id = remote.run_killed(file, "after_call_stored")
+    assert (answer.code, answer.data["reason"]) == (3, "uncertain_effect")
+    (call,) = remote.inspect(run_id)["protocolCalls"]
+    assert remote.site.ask("effects", "continue-remote", call["effectId"]).code == 0
+    assert remote.site.ask("resume", run_id).code == 4
+    assert remote.inspect(run_id)["tasks"][0]["error"]["code"] == "artifact_too_large"
+    plan = remote.site.ask("retry", file, run_id, "--failed", "--plan")
+    assert (plan.code, plan.data["reusedTasks"]) == (3, []), plan.out
+    assert [block["taskId"] for block in plan.data["blockedReuse"]] == ["ask"]
+    assert remote.peer is not None
+    assert remote.peer.counts()["SendMessage"] == 1
+    remote.sound()
+
+
 def test_continuing_needs_a_task_that_has_ended_well(remote: Remote) -> None:
     file = remote.a2a(maxPolls=2, timeoutSeconds=5)
     assert remote.peer is not None

@@ -64,6 +64,26 @@ def test_a_program_that_is_not_there_was_not_sent(field: Field) -> None:
     field.check_clean_end()
 
 
+@pytest.mark.parametrize("what", ["file", "program"])
+def test_what_is_not_there_yet_is_tried_again(field: Field, what: str) -> None:
+    """An I/O error is retried when the task declares it (contract 4.2): what is missing may come."""
+    place = field.folder / "tool"
+    action: dict[str, object] = {"kind": "builtin.read"}
+    given: dict[str, object] = {"path": "tool"}
+    if what == "program":
+        action, given = {"kind": "builtin.shell.exec", "command": str(place)}, {"args": []}
+    task = {"id": "a", "uses": "action:x", "retry": {"maxAttempts": 20, "backoffMs": 2000}, "with": given}
+    file = field.workflow("x", [task], actions={"x": action}, programs=["tool"])
+    pool = field.pool(1)
+    run_id = field.submit(file)
+    scheduled = "SELECT COUNT(*) FROM audit_events WHERE payload_json LIKE '%retry_scheduled%'"
+    wait_until(lambda: field.scalar(scheduled) > 0, "it is not there the first time")
+    # All at once: what somebody still writes cannot be executed.
+    field.tool("part", "#!/bin/sh\n").rename(place)
+    wait_until(lambda: field.json("status", run_id).data["state"] == "succeeded", "it is there the next time")
+    field.check_clean_end(drained=[pool])
+
+
 def test_what_could_not_be_sent_is_tried_again_and_charged_once(field: Field) -> None:
     """A program that cannot be started for lack of memory or processes: refused twice, then it runs (case d)."""
     budgets = {"budgets": {"maxProcessOutputBytes": 4 << 20}}

@@ -433,3 +433,22 @@ def test_a_model_call_that_nobody_knows_the_end_of(place: Place) -> None:
     [rests_on] = kept["reuseDecision"]["sourceEffects"]
     assert (rests_on["effectId"], rests_on["status"], rests_on["reconciled"]) == (effect, "uncertain", "applied")
     assert requests(place) == before + 1
+
+
+def test_a_tool_call_that_a_person_answers_for_keeps_nothing(place: Place) -> None:
+    """Nobody has seen its files, so the conversation does not fail for want of them."""
+    script(place, [{"toolCalls": [{"name": "leave", "input": {"args": ["-c", "exec sleep 60"]}}]}, {"text": "ok"}])
+    action = {"kind": "builtin.shell.exec", "command": "sh", "idempotency": "at_most_once", "artifacts": ["out/left"]}
+    tool = {**shell_tool("leave", "at_most_once"), "timeoutSeconds": 1}
+    task = {"id": "ask", "uses": "agent:helper", "with": {"prompt": "go"}}
+    place.text("flow.json", json.dumps(document([task], tools={"leave": tool}, actions={"leave": action})))
+    paused = place.json("run", "flow.json")
+    assert (paused.code, paused.data["reason"]) == (3, "uncertain_effect"), paused.out
+    effect = str(place.scalar("SELECT effect_id FROM effects WHERE operation = 'tool.leave'"))
+    place.text("result.json", json.dumps({"exitCode": 0}))
+    told = ("--status", "applied", "--reason", "seen", "--result-file", "result.json", "--approved")
+    assert place.json("effects", "reconcile", effect, *told).code == 0
+    done = place.json("resume", paused.data["runId"])
+    assert (done.code, done.data["output"]["ask"]["text"]) == (0, "ok"), done.out
+    assert place.record(paused.data["runId"])["artifacts"] == []
+    place.assert_sound()

@@ -546,3 +546,29 @@ def test_a_model_delegates_and_the_answer_comes_late(peers: Peers, ends: bool) -
         assert asked(place.folder) == {1: 1, 2: 1}
     assert peers.counts() == (0, 1)
     place.assert_sound()
+
+
+def test_what_a_delegated_task_delivers_to_a_model_is_kept(peers: Peers) -> None:
+    """Two answers of one conversation have artifacts of the same names; and a retry takes over what it reuses."""
+    place = peers.place
+    calls = [{"toolCalls": [{"name": "delegate", "input": message(f"files {n}", n)}]} for n in (1, 2)]
+    write_script(place.folder, [*calls, {"text": "ok"}])
+    tasks = [
+        {"id": "ask", "uses": "agent:helper", "with": {"prompt": "go"}},
+        {"id": "end", "failure": "continue", "uses": "action:sh", "with": {"args": ["-c", "test -e ok"]}},
+    ]
+    place.text("flow.json", json.dumps(document(tasks, tools={"delegate": DELEGATE}, **peers.spec())))
+    ended = place.json("run", "flow.json")
+    assert (ended.code, peers.counts()) == (4, (0, 2)), ended.out
+
+    def kept(run_id: str) -> dict[str, int]:
+        return {item["path"]: item["sizeBytes"] for item in place.record(run_id)["artifacts"]}
+
+    found = kept(ended.data["runId"])
+    names = ("notes.md", "2-notes.md", "3-notes.md", "4-notes.md", "pixels.png", "2-pixels.png")
+    assert set(found) == {f"a2a/report/{name}" for name in (*names, "report-2.json", "2-report-2.json")}
+    place.text("ok", "")
+    outcome = place.derive("retry", "flow.json", ended.data["runId"], "--failed")
+    assert (outcome["state"], outcome["reusedTasks"], peers.counts()) == ("succeeded", ["ask"], (0, 2))
+    assert kept(outcome["runId"]) == found
+    place.assert_sound()

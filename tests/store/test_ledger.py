@@ -15,6 +15,7 @@ from agentctl.store.engine import Store
 from agentctl.store.proofs import ledger_problems
 from agentctl.store.records import (
     AttemptHeld,
+    Batch,
     Claim,
     EffectEnd,
     EffectRequest,
@@ -314,6 +315,28 @@ def test_sums_of_reservations_are_verified_beyond_64_bits(store: Store) -> None:
 def test_a_wall_time_beyond_all_calendars_is_a_deadline(store: Store) -> None:
     begin(store, {"wallTimeSeconds": MAX_UNITS}, tasks=1)
     assert scalar(store, "SELECT deadline_at FROM runs") == LAST_INSTANT
+
+
+def test_the_trail_tells_of_wall_time_at_each_resume_and_each_stop(store: Store, clock: ManualClock) -> None:
+    """From the creation on, pauses included, begun seconds counted (contract 6)."""
+    store.create_run(new_run(tasks=1))
+    first = Driver(store, "run-1", "driver-1")
+    clock.advance(1.2)
+    first.write(Batch(run_state="paused", run_reason="paused_by_operator"))
+    clock.advance(60)
+    epoch = store.get_run("run-1").epoch
+    assert store.take_run("run-1", driver="driver-2", epoch=epoch, lease_ms=1000, resume=True) == epoch + 1
+    clock.advance(0.8)
+    batch = Batch(run_state="failed", run_reason="task_failed")
+    store.commit_batch(
+        store.get_run("run-1"), batch, driver="driver-2", epoch=epoch + 1, revision=store.run_head("run-1")[1]
+    )
+    told = rows(
+        store,
+        "SELECT json_extract(payload_json, '$.elapsedSeconds'), json_extract(payload_json, '$.to') FROM audit_events "
+        "WHERE event_type IN ('budget.wall_time_observed', 'run.state') ORDER BY sequence",
+    )
+    assert told == [(2, None), (None, "paused"), (62, None), (None, "running"), (62, None), (None, "failed")]
 
 
 def test_what_is_in_flight_may_pass_the_limit_and_nothing_after_it_is_known(store: Store) -> None:

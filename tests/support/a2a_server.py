@@ -2,7 +2,8 @@
 
 The first word of a message says what becomes of it: `say TEXT` (answered at once, no task) · `work TEXT` (a task that
 is completed while the file `hold` is not in the folder) · `fail` · `reject` · `ask` (wants more input) · `elsewhere`
-(an artifact at another origin) · `empty` (an artifact with an empty part).
+(an artifact at another origin) · `empty` (an artifact with an empty part) · `files TEXT` (an artifact of several files
+that hold the text).
 
 `card.json` in the folder, if it is there, is merged over the fields of the card.
 """
@@ -33,6 +34,7 @@ from a2a.types import (
     TaskStatus,
 )
 from google.protobuf.json_format import MessageToDict
+from google.protobuf.struct_pb2 import Value
 from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.responses import JSONResponse
@@ -69,11 +71,26 @@ class Agent(AgentExecutor):
                 part = Part(url="http://example.org/file")
             elif word == "empty":
                 part = Part()
-            await updater.add_artifact([part], name="answer")
+            if word == "files":
+                await updater.add_artifact(files(rest), artifact_id="report")
+            else:
+                await updater.add_artifact([part], name="answer")
             await updater.complete()
 
     async def cancel(self, context: RequestContext, event_queue: Any) -> None:
         await TaskUpdater(event_queue, context.task_id, context.context_id).cancel()
+
+
+def files(text: str) -> list[Part]:
+    """A text with a name that would lead elsewhere, bytes, data, and a second text of the same name."""
+    data = Value()
+    data.struct_value.update({"lines": "three"})
+    return [
+        Part(text=f"# {text}", filename="../../notes.md", media_type="text/markdown"),
+        Part(raw=b"\x00\x01" + text.encode() + b"\xff", filename="pixels.png", media_type="image/png"),
+        Part(data=data),
+        Part(text=text, filename="notes.md"),
+    ]
 
 
 def card(request: Request, streaming: bool) -> AgentCard:

@@ -16,6 +16,7 @@ from agentctl.store.policy import Policy
 from agentctl.store.records import ProtocolNote
 from agentctl.worker.effects import EffectContext, EffectOutcome, Work, prepare
 from agentctl.worker.effects.a2a import _exact, observe
+from agentctl.worker.effects.a2a_artifacts import artifacts_of
 from agentctl.worker.watch import Token
 from support.children import wait_until
 from support.effects import error_of, execute, planned, state_of
@@ -427,6 +428,17 @@ def test_a_secret_header_is_sent_and_kept_nowhere(site: Site, monkeypatch: pytes
     assert all(item["headers"]["authorization"] == "hunter-2" for item in server.requests())
     assert outcome.result["artifacts"][0]["parts"] == [{"text": "done: for [REDACTED]"}]
     assert "hunter" not in canonical([outcome.result, *(note.state_json for note in site.told), state_of(outcome)[1]])
+
+
+def test_a_secret_inside_of_bytes_is_kept_nowhere(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In base64 it looks another way at each offset, so it is looked for in the bytes themselves."""
+    monkeypatch.setenv("A2A_KEY", "hunter-2")
+    secret = {"headers": {"Authorization": {"env": "A2A_KEY"}}}
+    outcome = site.call(site.work(site.server(), "files hunter-2", definition=secret))
+    assert outcome.status == "succeeded", outcome.error
+    kept = {item.path: item.data for item in artifacts_of(outcome.result)}
+    assert kept["a2a/report/pixels.png"] == b"\x00\x01[REDACTED]\xff"
+    assert kept["a2a/report/notes.md"] == b"# [REDACTED]"
 
 
 REFUSED: list[tuple[str, Callable[[Site], Work], str]] = [

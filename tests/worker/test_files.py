@@ -219,7 +219,7 @@ def test_read_checks_again_when_it_is_dispatched(base: Path) -> None:
     plan = planned(read(base, "a"))
     target.unlink()
     gone = execute(plan)
-    assert gone.error is not None and gone.error["code"] == "not_found"
+    assert gone.error is not None and (gone.error["code"], gone.error["retryable"]) == ("not_found", True)
     target.symlink_to(base / "outside" / "secret")
     escaped = execute(plan)
     assert escaped.error is not None and escaped.error["code"] == "policy_denied"

@@ -492,7 +492,7 @@ def fault_of(wanted: Command) -> TaskFault:
 
 def test_a_missing_program(effect: str) -> None:
     fault = fault_of(command(effect, "/nowhere/tool"))
-    assert (fault.code, fault.retryable) == ("command_not_found", False)
+    assert (fault.code, fault.retryable) == ("command_not_found", True)
     assert process.resolve("no-such-program-anywhere") is None
 
 
@@ -501,7 +501,7 @@ def test_a_missing_interpreter(effect: str, tmp_path: Path) -> None:
     script.write_text("#!/nowhere/interpreter\n")
     script.chmod(0o755)
     fault = fault_of(command(effect, str(script)))
-    assert (fault.code, fault.retryable) == ("spawn_failed", False)
+    assert (fault.code, fault.retryable) == ("spawn_failed", True)
     assert "interpreter" in fault.message
 
 
@@ -509,7 +509,7 @@ def test_a_program_that_may_not_be_executed(effect: str, tmp_path: Path) -> None
     script = tmp_path / "tool"
     script.write_text("#!/bin/sh\n")
     fault = fault_of(command(effect, str(script)))
-    assert (fault.code, fault.retryable) == ("spawn_failed", False)
+    assert (fault.code, fault.retryable) == ("spawn_failed", True)
     assert fault.details is not None and fault.details["errno"] == "EACCES"
 
 
@@ -523,7 +523,7 @@ def test_no_program_at_all(effect: str, tmp_path: Path) -> None:
 
 def test_a_missing_working_folder(effect: str, tmp_path: Path) -> None:
     fault = fault_of(sh(effect, "true", cwd=str(tmp_path / "gone")))
-    assert (fault.code, fault.retryable) == ("spawn_failed", False)
+    assert (fault.code, fault.retryable) == ("spawn_failed", True)
     assert "folder" in fault.message
 
 

@@ -224,7 +224,7 @@ def test_refusals_before_the_effect(base: Path, action: dict[str, Any], given: d
     (base / "w" / "link").symlink_to(base / "outside")
     (base / "w" / "file").write_text("")
     fault = refused(work(base, action, given))
-    assert (fault.code, fault.retryable) == (code, False)
+    assert (fault.code, fault.retryable) == (code, code == "not_found")
 
 
 # -- success ------------------------------------------------------------------------------------------------
@@ -413,7 +413,7 @@ def test_what_could_not_be_started_was_not_dispatched(base: Path, token: Token, 
     (base / "w" / "tool").write_text("#!/bin/sh\n")
     outcome = execute(planned(work(base, {"command": "./tool"})), token, effect)
     assert (outcome.status, code_of(outcome)) == ("not_dispatched", "spawn_failed")
-    assert outcome.error is not None and outcome.error["retryable"] is False
+    assert outcome.error is not None and outcome.error["retryable"] is True
     plan = planned(work(base, {"command": "true", "cwd": "sub"}))
     (base / "w" / "sub").rmdir()
     outcome = execute(plan, token, effect)

@@ -9,7 +9,7 @@ which never raises for anything that the outside world does: the outcome is data
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from importlib import import_module
 from typing import TYPE_CHECKING, Any, Final, Literal, Protocol, TypeAlias
@@ -157,6 +157,11 @@ class Several:
     parts: tuple[Written | Declared, ...]
 
 
+@record
+class InAnswer:
+    """What the answer of an effect brings with it (`a2a.delegate`): only the recorded result tells (`kept_of`)."""
+
+
 Keeps: TypeAlias = Written | Declared | Several
 
 
@@ -181,7 +186,7 @@ class EffectPlan:
     estimate: dict[str, int]
     execute: Callable[[EffectContext], EffectOutcome]
     foreseen: dict[str, Any] | None = None
-    keeps: Keeps | None = None
+    keeps: Keeps | InAnswer | None = None
     asks: bool = False
 
 
@@ -243,7 +248,7 @@ def _load(kind: str) -> Preparer:
     return preparer
 
 
-def kept(work: Work) -> Keeps | None:
+def kept(work: Work) -> Keeps | InAnswer | None:
     """What a succeeded effect of this work leaves, without planning it again: its secrets, its working folder and its
     program may be gone, and its result is recorded. Raises `TaskFault` as `prepare` does."""
     if work.kind == "builtin.shell.exec":
@@ -254,7 +259,17 @@ def kept(work: Work) -> Keeps | None:
         from .files import kept_by_write
 
         return kept_by_write(work)
-    return None
+    return InAnswer() if work.kind == "a2a.delegate" else None
+
+
+def kept_of(keeps: Keeps | InAnswer | None, result: Any, taken: Iterable[str] = ()) -> Keeps | None:
+    """What is to be stored of an effect whose recorded result is known; `taken` are logical paths that are not free."""
+    if not isinstance(keeps, InAnswer):
+        return keeps
+    from .a2a_artifacts import artifacts_of
+
+    found = artifacts_of(result, taken)
+    return Several(found) if found else None
 
 
 def refuse_cancelled(context: EffectContext) -> EffectOutcome | None:

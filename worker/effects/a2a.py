@@ -17,6 +17,7 @@ The result is the agent's message, or its completed task. Artifacts by URL have 
 from __future__ import annotations
 
 import asyncio
+import base64
 import logging
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -30,7 +31,9 @@ from agentctl.store.policy import Policy
 from agentctl.store.records import ProtocolNote
 
 from ..network import Guard, Target, target_of
-from . import CancelToken, EffectContext, EffectOutcome, EffectPlan, Work, refuse_cancelled
+from ..redaction import REDACTED, known
+from . import CancelToken, EffectContext, EffectOutcome, EffectPlan, InAnswer, Work, refuse_cancelled
+from .a2a_artifacts import decoded
 from .remote import COURTESY_SECONDS, Ended, Peer, carry_out, limit_of, load, peer, peer_of, require_extra, text_field
 
 if TYPE_CHECKING:
@@ -135,6 +138,7 @@ def prepare_a2a(work: Work) -> EffectPlan:
         expected_effect={"peer": asked.name, "cardUrl": asked.url, "messageId": message_id, "message": message},
         estimate={},
         execute=partial(_execute, call),
+        keeps=InAnswer(),
     )
 
 
@@ -378,8 +382,25 @@ def _json(state: _State, message: Any, kind: str) -> dict[str, Any]:
     from google.protobuf.json_format import MessageToDict
 
     said = state.said if isinstance(state.said, dict) else {}
-    found: dict[str, Any] = state.call.peer.clean(_exact(MessageToDict(message), said.get(kind, said)))
-    return found
+    found: dict[str, Any] = _exact(MessageToDict(message), said.get(kind, said))
+    cleaned: dict[str, Any] = state.call.peer.clean(_with_clean_bytes(found, known.redactor.long_forms()))
+    return cleaned
+
+
+def _with_clean_bytes(value: Any, secrets: list[bytes]) -> Any:
+    """Take secrets out of the bytes of `raw` parts: in the base64 of more than the secret alone nobody sees them."""
+    if not secrets:
+        return value
+    if isinstance(value, list):
+        return [_with_clean_bytes(item, secrets) for item in value]
+    if not isinstance(value, dict):
+        return value
+    data = decoded(value["raw"]) if isinstance(value.get("raw"), str) else None
+    if data is not None and any(secret in data for secret in secrets):
+        for secret in secrets:
+            data = data.replace(secret, REDACTED.encode())
+        return {**value, "raw": base64.b64encode(data).decode()}
+    return {name: _with_clean_bytes(item, secrets) for name, item in value.items()}
 
 
 def _exact(found: Any, said: Any) -> Any:
@@ -509,18 +530,18 @@ def observe(
     `GetTask`, at most `maxPolls` times. Raises `policy_denied`, `secret_unavailable`, `unsupported_capability`.
     """
     require_extra("a2a.delegate")
-    known = call["state"]
-    asked = peer(call["peer"], known["action"], definition, "cardUrl", policy, workspace)
+    recorded = call["state"]
+    asked = peer(call["peer"], recorded["action"], definition, "cardUrl", policy, workspace)
     seconds = float(definition["timeoutSeconds"])
     state = _State(
         _Call(asked, call["callIdentity"], "", seconds, seconds),
-        rpc_url=known["rpcUrl"],
-        card_digest=known["cardDigest"],
+        rpc_url=recorded["rpcUrl"],
+        card_digest=recorded["cardDigest"],
         sent=True,
-        task_id=known["remoteTaskId"],
-        task=known["task"],
+        task_id=recorded["remoteTaskId"],
+        task=recorded["task"],
     )
-    if not _same_origin(str(known["rpcUrl"]), asked.target):
+    if not _same_origin(str(recorded["rpcUrl"]), asked.target):
         raise TaskFault("policy_denied", "the interface of the agent has another origin than its card")
 
     async def look(ended: Ended) -> dict[str, Any]:
@@ -528,7 +549,7 @@ def observe(
         from a2a.types import AgentCard
 
         async with _client(state, Guard(monotonic)) as client:
-            return await _poll(state, JsonRpcTransport(client, AgentCard(), str(known["rpcUrl"])))
+            return await _poll(state, JsonRpcTransport(client, AgentCard(), str(recorded["rpcUrl"])))
 
     most = definition["maxPolls"] * (definition["pollIntervalMs"] / 1000 + seconds)
     result, error, ended = carry_out(look, token, most)

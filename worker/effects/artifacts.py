@@ -32,7 +32,7 @@ MAX_ARTIFACTS: Final = 10_000
 """Most artifacts of one task."""
 
 _DEEP: Final = "**"
-_CONTROLS: Final = ("Cc", "Zl", "Zp")
+CONTROLS: Final = ("Cc", "Zl", "Zp")
 """Control characters and separators of lines. Blanks of other scripts and joined signs stand in names of files."""
 
 _FLAGS: Final = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_NOCTTY
@@ -175,7 +175,7 @@ def logical_path(resolved: str, workspace: str) -> str:
         path.encode("utf-8")
     except UnicodeEncodeError as error:
         raise TaskFault("artifact_refused", f"the file name {path!a} is not UTF-8, which cannot be recorded") from error
-    if not path.isprintable() and any(category(letter) in _CONTROLS for letter in path):
+    if not path.isprintable() and any(category(letter) in CONTROLS for letter in path):
         raise TaskFault("artifact_refused", f"the file name {path!a} has control characters")
     return path
 

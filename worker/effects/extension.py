@@ -130,7 +130,7 @@ def _execute(extension: _Extension, context: EffectContext) -> EffectOutcome:
     if executable is None:
         message = f"there is no program {extension.command!r} in the PATH of the worker"
         return EffectOutcome.not_dispatched(
-            TaskFault("command_not_found", message, details={"command": extension.command})
+            TaskFault("command_not_found", message, retryable=True, details={"command": extension.command})
         )
     deadline = context.monotonic() + extension.timeout_seconds
     try:

@@ -97,9 +97,10 @@ def refuse_file_of_database(path: str, status: os.stat_result) -> None:
 
 
 def io_fault(path: str, error: OSError) -> TaskFault:
-    """A failed file operation as a fault: `not_found`, or `io_error`, which a retry policy may try again."""
+    """A failed file operation as a fault, `not_found` or `io_error`. A retry policy may try both again: what is missing
+    may come (contract 4.2)."""
     if isinstance(error, FileNotFoundError):
-        return TaskFault("not_found", f"{path!r} does not exist", details={"path": path})
+        return TaskFault("not_found", f"{path!r} does not exist", retryable=True, details={"path": path})
     return TaskFault(
         "io_error",
         f"{path!r}: {error.strerror or error}",

@@ -53,7 +53,8 @@ _PR_SET_CHILD_SUBREAPER: Final = 36
 _CLOSE_RANGE_CLOEXEC: Final = 4
 _LAST_DESCRIPTOR: Final = 0xFFFFFFFF
 _DEFAULTED_SIGNALS: Final = tuple(s for s in signal.valid_signals() if s not in (signal.SIGKILL, signal.SIGSTOP))
-_TRANSIENT: Final = frozenset({errno.EAGAIN, errno.ENOMEM, errno.EMFILE, errno.ENFILE, errno.ETXTBSY})
+_FOR_GOOD: Final = frozenset({errno.E2BIG, errno.ENAMETOOLONG})
+"""What another attempt with the same words cannot change."""
 _TICKS_PER_SECOND: Final = os.sysconf("SC_CLK_TCK")
 
 _close_range: Callable[[int, int, int], int] | None = None
@@ -546,13 +547,14 @@ def _now_ticks() -> int:
 
 
 def _spawn_fault(command: Command, error: OSError) -> TaskFault:
-    """Why a process could not be started (contract row 22): nothing was dispatched."""
+    """Why a process could not be started (contract row 22): nothing was dispatched, and a retry policy may try it again
+    (contract 4.2)."""
     name = os.fsdecode(command.argv[0])
     number = error.errno or 0
     details = {"command": name, "errno": errno.errorcode.get(number, str(number))}
     path = os.path.join(command.cwd, os.fsdecode(command.executable))
     if number == errno.ENOENT and os.path.isdir(command.cwd) and not os.path.lexists(path):
-        return TaskFault("command_not_found", f"there is no program {name!r}", details=details)
+        return TaskFault("command_not_found", f"there is no program {name!r}", retryable=True, details=details)
     hint = ""
     if number in (errno.ENOENT, errno.EACCES) and not os.access(command.cwd, os.X_OK):
         # Said of the folder: nothing of the program was looked at.
@@ -562,7 +564,7 @@ def _spawn_fault(command: Command, error: OSError) -> TaskFault:
     return TaskFault(
         "spawn_failed",
         f"{name!r} could not be started: {os.strerror(number)}{hint}",
-        retryable=number in _TRANSIENT,
+        retryable=number not in _FOR_GOOD,
         details=details,
     )
 

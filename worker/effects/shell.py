@@ -276,6 +276,7 @@ def _execute(launch: _Launch, context: EffectContext) -> EffectOutcome:
             TaskFault(
                 "command_not_found",
                 f"there is no program {launch.command!r} in the PATH of the worker",
+                retryable=True,
                 details={"command": launch.command},
             )
         )
