@@ -28,6 +28,7 @@ from .render import (
     duration,
     envelope,
     give_up_stdout,
+    of_item,
     progress_for,
     reader_is_gone,
     settle_step,
@@ -836,10 +837,11 @@ def outcome_for_people(out: Printer, views: Views, outcome: dict[str, Any]) -> N
     of_a_task = any(_same_fault(error, failure["error"]) for failure in failures)
     if isinstance(error, dict) and error.get("message") and not of_a_task:
         out.line(f"  {error.get('code', 'error')}: {clean(error['message'])}")
+    bound = views.bindings(run_id, [failure["taskId"] for failure in failures]) if failures else {}
     for failure in failures:
         fault = failure["error"] or {}
         text = f"{fault.get('code', 'failed')}: {clean(fault.get('message', 'no reason was recorded'))}"
-        out.line(f"  task {clean(failure['taskId'])}: {text}")
+        out.line(f"  task {of_item(failure['taskId'], bound)}: {text}")
     if count > len(failures):
         out.line(f"  and {count - len(failures)} more failed tasks")
     if status["uncertainEffects"]:

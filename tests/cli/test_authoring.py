@@ -508,3 +508,43 @@ def test_a_place_in_a_variables_file_is_one_that_can_be_opened_from_here(cli: An
     cli.write("deep/more.yaml", "a: 1\n")
     origin = cli.json("explain", "deep/flow.yaml").data["variableOrigins"]["a"]
     assert origin["file"] == "deep/more.yaml"
+
+
+ITEMS = """apiVersion: agentctl.dev/v1
+kind: Workflow
+metadata: {name: items}
+spec:
+  inputs: {files: ["a b.wav", "bad\\e.wav", "LONG/1.wav"]}
+  policy: {approval: never, processAllowlist: [sh]}
+  runtime: {maxConcurrency: 1}
+  actions:
+    convert: {kind: builtin.shell.exec, command: sh}
+    note: {kind: builtin.assign}
+  tasks:
+    - id: convert
+      uses: action:convert
+      failure: continue
+      foreach: {items: "${{ inputs.files }}", as: file}
+      with: {args: [-c, 'case $1 in bad*) exit 3;; esac', sh, "${{ vars.file }}"]}
+    - id: each
+      uses: action:note
+      matrix: {axes: {token: [abc], os: [linux]}}
+      with: {os: "${{ vars.matrix.os }}"}
+"""
+
+
+def test_people_see_which_item_a_child_of_an_expansion_is_for(cli: Any) -> None:
+    """Its id does not tell, and what its command prints need not. No item can steer a terminal, or show a secret."""
+    (cli.folder / "items.yaml").write_text(ITEMS.replace("LONG", "long" * 20))
+    planned = cli("plan", "items.yaml").out
+    assert "  file=a b.wav" in planned
+    assert "  os=linux, token=[REDACTED]" in planned
+    assert re.search("  file=longlong[long]*…[long]*long/1.wav\n", planned)
+    ran = cli("run", "items.yaml")
+    assert ran.code == 4
+    [failed] = [line for line in ran.out.splitlines() if line.startswith("  task convert--0001-")]
+    assert " (file=bad\\x1b.wav): process_exit: " in failed
+    inspected = cli("inspect", "@latest").out.splitlines()
+    assert [line.split()[:2] for line in inspected if line.startswith("TASK")] == [["TASK", "ITEM"]]
+    assert any(line.startswith("convert--0000-") and "  file=a b.wav  " in line for line in inspected)
+    assert any(line.startswith("each--0000-") and "  os=linux, token=[REDACTED]  " in line for line in inspected)
