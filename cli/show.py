@@ -25,7 +25,7 @@ from .render import (
     when,
     why_uncertain,
 )
-from .run import open_store, views_of
+from .run import open_store, views_of, why_failed
 
 if TYPE_CHECKING:
     from agentctl.store.views import Views
@@ -99,6 +99,12 @@ def _status_for_people(out: Printer, views: Views, data: dict[str, Any], now: in
                 f"  {clean(task['taskId'])}: attempt {task['attempt']} {task['outcome']} {when(task['finishedAt'])}"
             )
         _more(out, len(data["unrecorded"]) - SHOWN_WAITING)
+    if counts.get("failed") or data["state"] == "failed":
+        error = views.outcome(data["runId"])["error"] if over else None
+        if lines := why_failed(views, data["runId"], error, SHOWN_WAITING):
+            out.line("failed:")
+            for line in lines:
+                out.line(f"  {line}")
     if data["waiting"]:
         out.line("waiting:")
         for task in data["waiting"][:SHOWN_WAITING]:

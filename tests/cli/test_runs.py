@@ -6,6 +6,7 @@ import fcntl
 import json
 import os
 import pty
+import re
 import signal
 import sqlite3
 import struct
@@ -101,6 +102,18 @@ case "$1" in
 "output":{"exitCode":9,"stdout":"never printed","stderr":"nor this"}}' ;;
 esac
 """
+
+
+def test_status_and_inspect_tell_why_a_run_has_failed(cli: Any) -> None:
+    """Whoever has submitted a run and comes later has only these; and of many tasks the first of the list are fine."""
+    of_a_task = cli.json("run", "shell.yaml", "--input", script("exit 7")).data["runId"]
+    late = (cli.folder / "shell.yaml").read_text() + "  outputs: {no: '${{ inputs.script.nothing }}'}\n"
+    cli.write("late.yaml", late)
+    of_its_own = cli.json("run", "late.yaml", "--input", script("exit 0")).data["runId"]
+    for verb in ("status", "inspect"):
+        told = cli(verb, of_a_task).out
+        assert re.search(r"\nfailed:\n  task each--0000-\w+ \(item=1\): process_exit: 'sh' exited with 7\n", told)
+        assert re.search(r"\nfailed:\n  template_error: .*nothing", cli(verb, of_its_own).out)
 
 
 def test_logs_of_an_extension_are_what_it_has_printed_not_what_it_answers(cli: Any) -> None:
