@@ -164,6 +164,22 @@ def test_the_first_signal_cancels_a_foreground_run(cli: Any, number: signal.Sign
     assert not Path(f"/proc/{pid.read_text().strip()}").exists()
 
 
+def test_a_run_whose_terminal_is_closed_stays_and_its_command_comes_to_its_end(cli: Any) -> None:
+    """As `operations.md` says; closing a window is no decision about the run."""
+    text = "echo once >> lines; until [ -e go ]; do /bin/sleep 0.05; done"
+    run = cli.start("run", "shell.yaml", "--input", script(text))
+    lines = cli.folder / "lines"
+    wait_until(lines.exists, "the command")
+    run.send_signal(signal.SIGHUP)
+    assert run.wait(timeout=30) == -signal.SIGHUP
+    assert cli.json("status", "@latest").data["state"] == "running"
+    (cli.folder / "go").touch()
+    wait_until(lambda: cli.json("status", "@latest").data["unrecorded"], "the end of the command")
+    assert cli("resume", "@latest").code == 0
+    assert lines.read_text() == "once\n"
+    run.communicate(timeout=30)  # its worker has ended as well
+
+
 def test_a_signal_at_any_moment_leaves_no_run_to_nobody(cli: Any) -> None:
     for round in range(12):
         process = cli.start("run", "shell.yaml", "--input", script("exec sleep 60"), "--output", "json")
