@@ -318,12 +318,14 @@ class Views:
     def bindings(self, run_id: str, task_ids: Iterable[str]) -> dict[str, dict[str, Any]]:
         """The variables that an expansion has given to each of these tasks; those of no expansion are left out.
 
-        Values under keys that tell of secrets are hidden, as in approvals.
+        Values under keys that tell of secrets are hidden, as in approvals. A plan that cannot be read has none: why a
+        run has failed is to be seen all the same.
         """
         with self._database.read() as tx:
             rows = tx.execute(
                 "SELECT e.key, json_extract(e.value, '$.expansion.bindings') FROM run_documents d, "
-                "json_each(d.plan_json, '$.tasks') e WHERE d.run_id = ? AND e.key IN (SELECT value FROM json_each(?)) "
+                "json_each(CASE WHEN json_valid(d.plan_json) THEN d.plan_json ELSE '{}' END, '$.tasks') e "
+                "WHERE d.run_id = ? AND e.key IN (SELECT value FROM json_each(?)) "
                 "AND json_extract(e.value, '$.expansion') IS NOT NULL",
                 (run_id, json.dumps(list(task_ids))),
             )
