@@ -13,7 +13,7 @@ from agentctl.store.errors import EnvironmentFault, UsageError
 
 from .documents import Sources, compile_file, schema_text, source_options, write_file
 from .main import Settings, Verb, pass_settings
-from .render import Printer, clean, counted, warn_findings
+from .render import Printer, clean, counted, item_text, warn_findings
 
 if TYPE_CHECKING:
     from agentctl.coordinator.definition import LoadedDocument
@@ -199,6 +199,7 @@ def plan_for_people(out: Printer, document: LoadedDocument, plan: Plan) -> None:
 
 def _plan_rows(plan: Plan) -> Iterator[tuple[object, ...]]:
     from agentctl.coordinator.graph import build_graph
+    from agentctl.store.approvals import redacted
     from agentctl.store.policy import Policy
 
     policy = Policy.from_json(plan.policy)
@@ -215,7 +216,9 @@ def _plan_rows(plan: Plan) -> Iterator[tuple[object, ...]]:
         if 0 < node.children <= SHOWN_CHILDREN:
             # The ids are what other verbs want to be told.
             for child in plan.tasks[node.id].needs:
-                yield str(plan.tasks[child].position + 1), f"  {child}", "", "", "", ""
+                expansion = plan.tasks[child].expansion
+                item = item_text(redacted(expansion.bindings)) if expansion is not None else ""
+                yield str(plan.tasks[child].position + 1), f"  {child}", item, "", "", ""
 
 
 def _effect(plan: Plan, policy: Policy, task: CompiledTask) -> str:

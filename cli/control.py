@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from agentctl.store.views import Views
 
 SHOWN_INPUT = 2000
+SHOWN_DIFF = 100
 SHOWN_STANDING = 5
 
 _actor_option = click.option("--actor", default=ACTOR, metavar="NAME", help="Who decides; kept in the audit trail.")
@@ -53,9 +54,18 @@ def approvals_list(settings: Settings, run_name: str | None, everything: bool) -
             out.line(
                 f"  {clean(asked['tool'])} ({asked['capability']}, risk {asked['risk']}): {clean(asked['reason'])}"
             )
-            for name in ("redactedInput", "expectedEffect"):
-                text = json.dumps(asked[name], ensure_ascii=False)
-                out.line(f"  {'input' if name == 'redactedInput' else 'would do'}: {shortened(text, SHOWN_INPUT)}")
+            effect = asked["expectedEffect"]
+            diff = effect.get("diff") if isinstance(effect, dict) else None
+            lines = diff.removesuffix("\n").split("\n") if isinstance(diff, str) else []
+            if lines:
+                effect = {name: value for name, value in effect.items() if name != "diff"}
+            for title, value in (("input", asked["redactedInput"]), ("would do", effect)):
+                out.line(f"  {title}: {shortened(json.dumps(value, ensure_ascii=False), SHOWN_INPUT)}")
+            # Indented, so that no line of a file can be taken for another approval.
+            for line in lines[:SHOWN_DIFF]:
+                out.line(f"    {shortened(line, SHOWN_INPUT)}")
+            if len(lines) > SHOWN_DIFF:
+                out.line(f"    … and {len(lines) - SHOWN_DIFF} more lines; --output json has all")
         if not found:
             out.line("nothing waits for an approval")
 

@@ -214,7 +214,13 @@ def compile_file(
     """
     variables = read_pairs(sources.var_pairs)
     with without_plugins():
-        from agentctl.coordinator.advice import certain_denials, idle_denials, never_called, repeated_calls
+        from agentctl.coordinator.advice import (
+            certain_denials,
+            foreign_templates,
+            idle_denials,
+            never_called,
+            repeated_calls,
+        )
         from agentctl.coordinator.compiler import compile_workflow
         from agentctl.coordinator.definition import load_workflow
         from agentctl.coordinator.diagnostics import DocumentError
@@ -231,6 +237,7 @@ def compile_file(
     document.warnings.extend(certain_denials(document, plan))
     document.warnings.extend(idle_denials(document))
     document.warnings.extend(repeated_calls(document, plan))
+    document.warnings.extend(foreign_templates(document))
     return document, plan
 
 

@@ -25,6 +25,12 @@ if TYPE_CHECKING:
 
 API_VERSION = "agentctl.dev/cli/v1"
 
+SHOWN_ITEM = 60
+"""Characters of a value by which an item of an expansion is told from the others."""
+
+_NUMBERS = ("foreachIndex", "matrixIndex", "loopIndex", "loopPrevious")
+"""Variables of an expansion that say no more than the id of the task does."""
+
 _STATE_COLORS = {
     "succeeded": "green",
     "failed": "red",
@@ -95,6 +101,32 @@ def clean_output(text: str, *, color: bool) -> str:
 def beginning(text: str, limit: int) -> str:
     """Text that has room, or its beginning with a sign that there is more."""
     return text if len(text) <= limit else text[:limit] + "…"
+
+
+def item_text(bindings: dict[str, Any]) -> str:
+    """Which item of its expansion a task is for, such as `file=a.wav`.
+
+    Empty for an iteration of a loop, since its number is in its id.
+    """
+    chosen = bindings["matrix"] if "matrixIndex" in bindings else bindings
+    texts = {
+        name: value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+        for name, value in chosen.items()
+        if name not in _NUMBERS
+    }
+    return clean(", ".join(f"{name}={_ends(text, SHOWN_ITEM)}" for name, text in texts.items()))
+
+
+def _ends(text: str, limit: int) -> str:
+    """Text that has room, or its two ends: long names that belong together differ at either of them."""
+    half = limit // 2
+    return text if len(text) <= limit else f"{text[:half]}…{text[-half:]}"
+
+
+def of_item(task_id: str, bound: dict[str, dict[str, Any]]) -> str:
+    """The id of a task, and the item that it is for."""
+    item = item_text(bound[task_id]) if task_id in bound else ""
+    return f"{clean(task_id)} ({item})" if item else clean(task_id)
 
 
 def shortened(text: str, limit: int) -> str:

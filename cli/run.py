@@ -28,6 +28,7 @@ from .render import (
     duration,
     envelope,
     give_up_stdout,
+    of_item,
     progress_for,
     reader_is_gone,
     settle_step,
@@ -831,17 +832,8 @@ def outcome_for_people(out: Printer, views: Views, outcome: dict[str, Any]) -> N
 
         for note in recorded_note(status["lineage"] or {}):
             out.line(f"  {note}")
-    error = outcome["error"]
-    failures, count = views.failures(run_id, limit=SHOWN_FAILURES)
-    of_a_task = any(_same_fault(error, failure["error"]) for failure in failures)
-    if isinstance(error, dict) and error.get("message") and not of_a_task:
-        out.line(f"  {error.get('code', 'error')}: {clean(error['message'])}")
-    for failure in failures:
-        fault = failure["error"] or {}
-        text = f"{fault.get('code', 'failed')}: {clean(fault.get('message', 'no reason was recorded'))}"
-        out.line(f"  task {clean(failure['taskId'])}: {text}")
-    if count > len(failures):
-        out.line(f"  and {count - len(failures)} more failed tasks")
+    for line in why_failed(views, run_id, outcome["error"], SHOWN_FAILURES):
+        out.line(f"  {line}")
     if status["uncertainEffects"]:
         out.line("  effects that began and were never confirmed; nobody knows whether they happened:")
         for effect in status["uncertainEffects"][:SHOWN_FAILURES]:
@@ -888,6 +880,23 @@ def _why(outcome: dict[str, Any]) -> str:
     """The reason of a state, and what whoever cancelled or paused the run has said."""
     said = {"cancelled": outcome["cancelReason"], "paused": outcome["pauseReason"]}.get(outcome["state"])
     return f"{outcome['reason']}: {clean(said)}" if said else str(outcome["reason"])
+
+
+def why_failed(views: Views, run_id: str, error: Any, limit: int) -> list[str]:
+    """Why a run has failed, a line each: its own `error`, if no task has it, and the failed tasks up to `limit`."""
+    failures, count = views.failures(run_id, limit=limit)
+    lines = []
+    of_a_task = any(_same_fault(error, failure["error"]) for failure in failures)
+    if isinstance(error, dict) and error.get("message") and not of_a_task:
+        lines.append(f"{error.get('code', 'error')}: {clean(error['message'])}")
+    bound = views.bindings(run_id, [failure["taskId"] for failure in failures]) if failures else {}
+    for failure in failures:
+        fault = failure["error"] or {}
+        text = f"{fault.get('code', 'failed')}: {clean(fault.get('message', 'no reason was recorded'))}"
+        lines.append(f"task {of_item(failure['taskId'], bound)}: {text}")
+    if count > len(failures):
+        lines.append(f"and {count - len(failures)} more failed tasks")
+    return lines
 
 
 def _same_fault(one: Any, other: Any) -> bool:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from contextlib import closing
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 
@@ -17,13 +17,18 @@ from .render import (
     counts_text,
     duration,
     ended,
+    item_text,
+    of_item,
     program,
     settle_step,
     warn,
     when,
     why_uncertain,
 )
-from .run import open_store, views_of
+from .run import open_store, views_of, why_failed
+
+if TYPE_CHECKING:
+    from agentctl.store.views import Views
 
 SHOWN_TASKS = 200
 SHOWN_WAITING = 20
@@ -45,10 +50,10 @@ def status(settings: Settings, run_name: str) -> None:
         views = views_of(store)
         data = views.status(views.find_run(run_name))
         now = store.clock.now()
-        Printer(settings).result("RunStatus", data, lambda out: _status_for_people(out, data, now))
+        Printer(settings).result("RunStatus", data, lambda out: _status_for_people(out, views, data, now))
 
 
-def _status_for_people(out: Printer, data: dict[str, Any], now: int) -> None:
+def _status_for_people(out: Printer, views: Views, data: dict[str, Any], now: int) -> None:
     reason = f" ({data['reason']})" if data["reason"] else ""
     out.line(f"{out.bold(data['runId'])} {out.state(data['state'])}{reason}")
     over = data["state"] not in ("running", "paused")
@@ -77,10 +82,12 @@ def _status_for_people(out: Printer, data: dict[str, Any], now: int) -> None:
             out.advise(f"driver    {_driver(data)}")
     if data["running"]:
         out.line("running:")
-        for task in data["running"][:SHOWN_WAITING]:
+        shown = data["running"][:SHOWN_WAITING]
+        bound = views.bindings(data["runId"], [task["taskId"] for task in shown])
+        for task in shown:
             since = duration(now - task["claimedAt"])
             out.line(
-                f"  {clean(task['taskId'])}: attempt {task['attempt']}, delivery {task['delivery']}, "
+                f"  {of_item(task['taskId'], bound)}: attempt {task['attempt']}, delivery {task['delivery']}, "
                 f"by {clean(task['workerId'])}{_of_the_dead(task)}, for {since}{_step(task)}"
             )
         in_hand = counts.get("running", 0) - len(data["unrecorded"])
@@ -92,6 +99,12 @@ def _status_for_people(out: Printer, data: dict[str, Any], now: int) -> None:
                 f"  {clean(task['taskId'])}: attempt {task['attempt']} {task['outcome']} {when(task['finishedAt'])}"
             )
         _more(out, len(data["unrecorded"]) - SHOWN_WAITING)
+    if counts.get("failed") or data["state"] == "failed":
+        error = views.outcome(data["runId"])["error"] if over else None
+        if lines := why_failed(views, data["runId"], error, SHOWN_WAITING):
+            out.line("failed:")
+            for line in lines:
+                out.line(f"  {line}")
     if data["waiting"]:
         out.line("waiting:")
         for task in data["waiting"][:SHOWN_WAITING]:
@@ -206,10 +219,11 @@ def inspect(settings: Settings, run_name: str) -> None:
             return
         store.refuse_future_records(run_id)
         out = Printer(settings)
-        _status_for_people(out, views.status(run_id), store.clock.now())
+        _status_for_people(out, views, views.status(run_id), store.clock.now())
         tasks, count = views.tasks(run_id, limit=SHOWN_TASKS)
         out.line()
         rows = []
+        bound = views.bindings(run_id, [task["taskId"] for task in tasks])
         for task in tasks:
             spent = None
             if task["startedAt"] is not None and task["endedAt"] is not None:
@@ -218,9 +232,11 @@ def inspect(settings: Settings, run_name: str) -> None:
             note = f"{error.get('code')}: {error.get('message')}" if error else ""
             if task["disposition"] != "executed":
                 note = f"{task['disposition']} from {task['sourceRunId']}"
-            cells = (task["taskId"], task["state"], task["attempt"], task["deliveries"], spent)
-            rows.append((*cells, beginning(note, SHOWN_NOTE)))
-        out.table(("TASK", "STATE", "ATTEMPT", "DELIVERIES", "TOOK", "NOTE"), rows, states=1)
+            cells = (task["state"], task["attempt"], task["deliveries"], spent, beginning(note, SHOWN_NOTE))
+            item = item_text(bound.get(task["taskId"], {}))
+            rows.append((task["taskId"], item, *cells) if bound else (task["taskId"], *cells))
+        names = ("TASK", "ITEM") if bound else ("TASK",)
+        out.table((*names, "STATE", "ATTEMPT", "DELIVERIES", "TOOK", "NOTE"), rows, states=len(names))
         if count > len(tasks):
             out.line(f"and {count - len(tasks)} more tasks; --output json shows all")
         if settings.verbose:

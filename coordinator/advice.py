@@ -6,6 +6,7 @@ refused: it may be meant, and the task may be skipped. Its author is told all th
 
 from __future__ import annotations
 
+import re
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import replace
 from itertools import takewhile
@@ -16,9 +17,10 @@ from agentctl.store.policy import POLICY_NAMES, Policy, environment_allowed, pro
 from agentctl.store.states import may_repeat
 
 from .definition import LoadedDocument
-from .diagnostics import Diagnostic, Path, did_you_mean
+from .diagnostics import MAX_DIAGNOSTICS, Diagnostic, Path, did_you_mean
 from .kinds import EFFECTS, decision_on
 from .plan import CompiledTask, Plan
+from .readings import strings_in
 from .subworkflows import flatten
 
 
@@ -97,6 +99,28 @@ def idle_denials(document: LoadedDocument) -> list[Diagnostic]:
         for index, item in enumerate(spec.policy.tools_deny)
         if item not in known
     ]
+
+
+_READ = r"(?:inputs|vars|memory|tasks)\.[\w.-]+"
+_SLIP = re.compile(rf"(?<!\$)\{{\{{\s*(?P<double>{_READ})\s*\}}\}}|\$\{{\s*(?P<dollar>{_READ})\s*\}}")
+"""A template as other programs spell it."""
+
+
+def foreign_templates(document: LoadedDocument) -> list[Diagnostic]:
+    """A warning for each text with something that looks like a template and is none: it stays as it is written."""
+    found: list[Diagnostic] = []
+    spec: Mapping[str, Any] = document.workflow["spec"]
+    for field in ("agents", "actions", "tasks", "subworkflows", "outputs"):
+        for place, text in strings_in(spec.get(field), ("spec", field)):
+            slip = _SLIP.search(text) if "{" in text and len(found) < MAX_DIAGNOSTICS else None
+            if slip is not None:
+                path = slip["double"] or slip["dollar"]
+                message = f"{slip[0]!r} is no template and stays as it is"
+                hint = f"write ${{{{ {path} }}}} if the value is meant"
+                found.append(
+                    document.source.diagnostic("invalid_template", message, place, help=hint, severity="warning")
+                )
+    return found
 
 
 def repeated_calls(document: LoadedDocument, plan: Plan) -> list[Diagnostic]:
@@ -179,7 +203,12 @@ def _fixed_denials(
         if not process_allowed(policy, command):
             program = PurePosixPath(command).name
             message = f"the program {program!r} will be denied: it is not in policy.processAllowlist"
-            yield declared, ("command",), message, _longer("processAllowlist", policy.process_allowlist, program)
+            hint = _longer("processAllowlist", policy.process_allowlist, program)
+            words = command.split()
+            if len(words) > 1 and process_allowed(policy, words[0]):
+                message = f"the program {program!r} will be denied: no shell takes apart what stands in command"
+                hint = f"command: {words[0]}, and the rest as args, one text for each"
+            yield declared, ("command",), message, hint
     if kind == "builtin.shell.exec":
         environment = given.get("env")
         for variable in environment if isinstance(environment, dict) else ():
@@ -198,6 +227,13 @@ def _fixed_denials(
     elif kind == "builtin.write" and not policy.writable_roots:
         message = "the write will be denied: policy.writableRoots is empty"
         yield (), ("uses",), message, "name the folders that may be written: writableRoots: [build]"
+    elif kind == "builtin.write":
+        written = given.get("path")
+        if isinstance(written, str) and _out_of_reach(written, policy.writable_roots):
+            message = f"the write of {written!r} will be denied: it lies under none of policy.writableRoots"
+            hint = f"write under {', '.join(policy.writable_roots)}, or name its folder in writableRoots"
+            in_task = written != (action.get("with") or {}).get("path")
+            yield () if in_task else declared, ("with", "path"), message, hint
 
 
 def _longer(field: str, allowed: Collection[str], name: str) -> str:

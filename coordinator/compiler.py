@@ -811,8 +811,8 @@ class _Compiler:
         return (*source.path, "with", name, *more)
 
     def check_shape(self, source: _Source, name: str, value: Any, shape: str) -> None:
-        """The type of a literal input field; a template is judged at run time."""
-        if shape == "any" or (shape not in ("text", "name") and type(value) is str and "${{" in value):
+        """The type of a literal input field. What one template gives is judged at run time; beside text it is text."""
+        if shape == "any" or (shape not in ("text", "name") and type(value) is str and is_exact_template(value)):
             return
         path = self.input_path(source, name)
         if shape in ("text", "name"):
@@ -823,7 +823,8 @@ class _Compiler:
                 self.report("schema_violation", message, path, help="${{ inputs.NAME == 1 }}")
         elif shape == "texts":
             if type(value) is not list:
-                self.report("schema_violation", f"{name} must be a list of texts", path)
+                hint = f'write each one by itself: {name}: ["first", "second"]' if type(value) is str else None
+                self.report("schema_violation", f"{name} must be a list of texts", path, help=hint)
                 return
             for index, item in enumerate(value):
                 self.check_text(item, (*path, index), f"{name}[{index}]", may_be_empty=name != "artifacts")
@@ -1140,7 +1141,11 @@ class _Compiler:
             left = [node for node in nodes if node.position < 0]
             names = " -> ".join(node.id for node in left[:1000])
             message = f"tasks need one another in a circle: {names}"
-            self.report("dependency_cycle", message, (*left[0].source.path, "needs"))
+            # The message has all that have no place in the order (contract 2.2), the advice which of them to change.
+            circle = _circle(left)
+            ids = [node.source.task.id for node in circle]
+            hint = f"{' needs '.join(ids)}: remove one of these `needs`" if len(ids) <= 20 else None
+            self.report("dependency_cycle", message, (*circle[0].source.path, "needs"), help=hint)
             self.stop_if_wrong()
         return ordered
 
@@ -1364,6 +1369,25 @@ def _places(value: Any, path: Path, reference: Ref) -> Iterator[Path]:
 def _call_outputs(items: Iterable[Declared]) -> dict[str, str]:
     """The sub-workflow of each call, by the id under which its outputs are read."""
     return {item.task.id: item.workflow for item in items if item.role == "subworkflow_aggregate"}
+
+
+def _circle(left: list[_Node]) -> list[_Node]:
+    """One circle among tasks that can never be ready, from the task declared first to that task again.
+
+    Tasks that only come after a circle are not in it. Children of an expansion count as the task that they come from.
+    """
+    by_id = {node.id: node for node in left}
+    way: dict[str, _Node] = {}
+    node = left[0]
+    while node.id not in way:
+        way[node.id] = node
+        needs = (*node.needs, *(router for router, _ in node.source.guards))
+        node = next(by_id[need] for need in needs if need in by_id)
+    nodes = list(way.values())
+    circle = list({each.source.task.id: each for each in nodes[nodes.index(node) :]}.values())
+    places = {each.id: place for place, each in enumerate(left)}
+    first = circle.index(min(circle, key=lambda each: places[each.id]))
+    return [*circle[first:], *circle[:first], circle[first]]
 
 
 def _reaches(later: _Node, earlier: _Node, by_id: dict[str, _Node]) -> bool:

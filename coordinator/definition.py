@@ -1099,7 +1099,9 @@ def _diagnostic(source: YamlDocument, error: ErrorDetails) -> Diagnostic:
         if kind == "string_type":
             help_text = _form(owners, name) or _quote_hint(value)
         elif kind != "missing" and isinstance(value, str):
-            help_text = "remove the quotes" if kind in ("int_type", "float_type", "bool_type") else None
+            help_text = _bare_hint(kind, value)
+            if owners[-1:] == [SecretReference] and path[:2] == ("spec", "actions"):
+                help_text = "here stand secrets: {env: NAME}; a plain text goes into `env` in the `with` of the task"
     elif kind == "string_pattern_mismatch":
         message = f"{name} does not have the right form"
         help_text = _form(owners, name) or f"it must match {context.get('pattern')}"
@@ -1133,6 +1135,19 @@ def _quote_hint(value: Any) -> str | None:
         shown = str(value).lower() if isinstance(value, bool) else repr(value)
         return f'quote it: "{shown}"'
     return None
+
+
+def _bare_hint(kind: str, text: str) -> str | None:
+    """What to write instead of a text where a number or a truth value stands."""
+    if kind == "bool_type":
+        return "remove the quotes" if text in ("true", "false") else "write true or false"
+    if kind not in ("int_type", "float_type"):
+        return None
+    try:
+        float(text)
+    except ValueError:
+        return "write the number alone, without a unit or other text"
+    return "remove the quotes"
 
 
 def _literal_words(context: Mapping[str, Any]) -> list[str]:

@@ -99,6 +99,7 @@ def serve(config: CoordinatorConfig, parent_sentinel: int | None, manager: Servi
     it as well, and what the workers finish after that is still to be committed. A second SIGTERM ends it at once.
     """
     stop = StopSignal(hangup=True)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})  # a supervisor starts its children with it blocked
     manager = manager if manager is not None else ServiceManager(None)
     yield_gently()
     clock = SystemClock()

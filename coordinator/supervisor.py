@@ -191,7 +191,7 @@ class Supervisor:
         target, arguments = slot.entry(process_id, slot.name)
         process = self._context.Process(target=target, args=arguments, name=slot.name, daemon=False)
         try:
-            with _without_main_module():
+            with _without_main_module(), _interrupts_held():
                 process.start()
         except OSError as error:
             self._start_failed(slot, f"cannot start a process: {error.strerror}")
@@ -319,6 +319,21 @@ def _without_main_module() -> Iterator[None]:
     finally:
         del names_of_main["__spec__"]
         names_of_main.update(hidden)
+
+
+@contextlib.contextmanager
+def _interrupts_held() -> Iterator[None]:
+    """Let a spawned child begin with SIGINT blocked; it lets it in when it has its handlers.
+
+    Until it has a session of its own, Ctrl-C on the terminal reaches it as well: it would die in the middle of an
+    import and print a traceback of it.
+    """
+    resource_tracker.ensure_running()  # its start unblocks SIGINT, so it must not come in between
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 def _how(code: int | None) -> str:

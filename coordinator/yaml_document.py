@@ -307,6 +307,8 @@ def _parse_yaml(text: str, file: str) -> YamlDocument:
         help_text = None
         if line is not None and "\t" in _indentation(text, line):
             help_text = "YAML is indented with spaces, never with tabs"
+        elif line is not None and _has_bare_template(_line(text, line)):
+            help_text = 'a template inside of { } or [ ] stands in quotes: "${{ … }}"'
         builder.found.append(Diagnostic("yaml_syntax", message, file=file, line=line, column=column, help=help_text))
     except yaml.reader.ReaderError as error:
         position = error.position if isinstance(error.position, int) else 0
@@ -320,9 +322,22 @@ def _parse_yaml(text: str, file: str) -> YamlDocument:
     raise DocumentError(builder.found)
 
 
-def _indentation(text: str, line: int) -> str:
+_QUOTED = re.compile(r"""\"[^"]*\"|'[^']*'""")
+
+
+def _has_bare_template(line: str) -> bool:
+    """Whether a template stands without quotes where YAML takes its braces for mappings."""
+    before, template, _ = _QUOTED.sub("", line[:4096]).partition("${{")
+    return bool(template) and ("{" in before or "[" in before)
+
+
+def _line(text: str, line: int) -> str:
     lines = text.split("\n", line)
-    content = lines[line - 1] if line <= len(lines) else ""
+    return lines[line - 1] if line <= len(lines) else ""
+
+
+def _indentation(text: str, line: int) -> str:
+    content = _line(text, line)
     return content[: len(content) - len(content.lstrip())]
 
 

@@ -8,10 +8,11 @@ shown was understood. Lists for people are bounded and say how much was left out
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, TypeAlias
 
 from . import artifacts, asides, audit, ledger, process_identity, processes, protocols, runs, standing
+from .approvals import redacted
 from .canonical import text_digest
 from .clock import Clock
 from .conversations import PREFIX
@@ -313,6 +314,22 @@ class Views:
                 (run_id, len(task_id) + 2, f"{task_id}--"),
             )
             return [row[0] for row in rows]
+
+    def bindings(self, run_id: str, task_ids: Iterable[str]) -> dict[str, dict[str, Any]]:
+        """The variables that an expansion has given to each of these tasks; those of no expansion are left out.
+
+        Values under keys that tell of secrets are hidden, as in approvals. A plan that cannot be read has none: why a
+        run has failed is to be seen all the same.
+        """
+        with self._database.read() as tx:
+            rows = tx.execute(
+                "SELECT e.key, json_extract(e.value, '$.expansion.bindings') FROM run_documents d, "
+                "json_each(CASE WHEN json_valid(d.plan_json) THEN d.plan_json ELSE '{}' END, '$.tasks') e "
+                "WHERE d.run_id = ? AND e.key IN (SELECT value FROM json_each(?)) "
+                "AND json_extract(e.value, '$.expansion') IS NOT NULL",
+                (run_id, json.dumps(list(task_ids))),
+            )
+            return {task_id: redacted(_value(bound)) for task_id, bound in rows}
 
     def logs(self, run_id: str, task_id: str | None) -> list[dict[str, Any]]:
         """What process tasks have printed, per attempt and effect, in compiled order.

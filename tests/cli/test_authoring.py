@@ -263,6 +263,11 @@ DENIALS = {
         "'rm'",
         "processAllowlist: [ls, wc, rm]",
     ),
+    "write elsewhere": (
+        "policy: {writableRoots: [build]}\n  tasks: [{id: t, uses: action:write, with: {path: ../a, content: b}}]",
+        "'../a'",
+        "write under build, or name its folder in writableRoots",
+    ),
     "variable": (
         "policy: {processAllowlist: [rm]}\n  tasks: [{id: t, uses: action:sh, with: {env: {HOME: x}}}]",
         "'HOME'",
@@ -284,7 +289,10 @@ def test_what_is_certain_to_be_denied_is_a_warning_with_its_place(cli: Any, what
     assert named in found["message"]
     assert hint in found["help"]
     assert text.split("\n")[found["line"] - 1].strip()
-    assert found["line"] == {"program": 6, "second program": 6, "write": 9, "tool": 10, "variable": 10}[what]
+    assert (
+        found["line"]
+        == {"program": 6, "second program": 6, "write": 9, "tool": 10, "variable": 10, "write elsewhere": 10}[what]
+    )
     # It is true: the run is denied, and as a failed task, not as a refused document.
     run = cli.json("run", "flow.yaml")
     assert (run.code, run.data["error"]["code"]) == (4, "policy_denied")
@@ -508,3 +516,73 @@ def test_a_place_in_a_variables_file_is_one_that_can_be_opened_from_here(cli: An
     cli.write("deep/more.yaml", "a: 1\n")
     origin = cli.json("explain", "deep/flow.yaml").data["variableOrigins"]["a"]
     assert origin["file"] == "deep/more.yaml"
+
+
+ITEMS = """apiVersion: agentctl.dev/v1
+kind: Workflow
+metadata: {name: items}
+spec:
+  inputs: {files: ["a b.wav", "bad\\e.wav", "LONG/1.wav"]}
+  policy: {approval: never, processAllowlist: [sh]}
+  runtime: {maxConcurrency: 1}
+  actions:
+    convert: {kind: builtin.shell.exec, command: sh}
+    note: {kind: builtin.assign}
+  tasks:
+    - id: convert
+      uses: action:convert
+      failure: continue
+      foreach: {items: "${{ inputs.files }}", as: file}
+      with: {args: [-c, 'case $1 in bad*) exit 3;; esac', sh, "${{ vars.file }}"]}
+    - id: each
+      uses: action:note
+      matrix: {axes: {token: [abc], os: [linux]}}
+      with: {os: "${{ vars.matrix.os }}"}
+"""
+
+
+def test_people_see_which_item_a_child_of_an_expansion_is_for(cli: Any) -> None:
+    """Its id does not tell, and what its command prints need not. No item can steer a terminal, or show a secret."""
+    (cli.folder / "items.yaml").write_text(ITEMS.replace("LONG", "long" * 20))
+    planned = cli("plan", "items.yaml").out
+    assert "  file=a b.wav" in planned
+    assert "  os=linux, token=[REDACTED]" in planned
+    assert re.search("  file=longlong[long]*…[long]*long/1.wav\n", planned)
+    ran = cli("run", "items.yaml")
+    assert ran.code == 4
+    [failed] = [line for line in ran.out.splitlines() if line.startswith("  task convert--0001-")]
+    assert " (file=bad\\x1b.wav): process_exit: " in failed
+    inspected = cli("inspect", "@latest").out.splitlines()
+    assert [line.split()[:2] for line in inspected if line.startswith("TASK")] == [["TASK", "ITEM"]]
+    assert any(line.startswith("convert--0000-") and "  file=a b.wav  " in line for line in inspected)
+    assert any(line.startswith("each--0000-") and "  os=linux, token=[REDACTED]  " in line for line in inspected)
+
+
+def test_a_command_with_its_arguments_in_it_gets_advice_that_helps(cli: Any) -> None:
+    """Not to allow a program of that name: there is none."""
+    spec = "  policy: {processAllowlist: [echo]}\n  actions: {say: {kind: builtin.shell.exec, command: echo -n x}}\n"
+    cli.write("flow.yaml", HEAD + spec + "  tasks: [{id: t, uses: action:say}]\n")
+    [found] = json.loads(cli.json("check", "flow.yaml").out)["diagnostics"]
+    assert (found["code"], found["severity"]) == ("policy_denied", "warning")
+    assert found["help"] == "command: echo, and the rest as args, one text for each"
+
+
+@pytest.mark.parametrize(
+    ("text", "meant"),
+    [
+        ("{{ inputs.name }}", "${{ inputs.name }}"),
+        ("a {{vars.name}} b", "${{ vars.name }}"),
+        ("${ tasks.t.output.x }", "${{ tasks.t.output.x }}"),
+        ("${inputs.name}", "${{ inputs.name }}"),
+        ("${{ inputs.name }}", None),
+        ("{{ .Names }} {{ name }} ${HOME} ${{ inputs.name }}", None),
+    ],
+)
+def test_a_template_as_other_programs_spell_it_is_a_warning(cli: Any, text: str, meant: str | None) -> None:
+    spec = "  inputs: {name: Ada}\n  actions: {set: {kind: builtin.assign}}\n"
+    cli.write("flow.yaml", HEAD + spec + f"  tasks: [{{id: t, uses: action:set, with: {{x: '{text}'}}}}]\n")
+    checked = cli.json("check", "flow.yaml")
+    found = json.loads(checked.out)["diagnostics"]
+    assert checked.code == 0
+    assert [item["help"] for item in found] == ([] if meant is None else [f"write {meant} if the value is meant"])
+    assert all((item["line"], item["path"]) == (7, "spec.tasks[0].with.x") for item in found)

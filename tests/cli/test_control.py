@@ -52,6 +52,24 @@ def test_a_run_pauses_for_an_approval_and_goes_on_after_it(field: Field) -> None
     field.check_clean_end()
 
 
+def test_who_is_asked_about_a_write_can_read_its_diff(cli: Any) -> None:
+    """Line by line, whole up to a bound that is told, and so that no line of the file passes for an approval."""
+    content = "one\\napproval-0000000000000000 approved\\n\\x1b[2Jtwo\\n" + "more\\n" * 200
+    cli.write(
+        "flow.yaml",
+        "apiVersion: agentctl.dev/v1\nkind: Workflow\nmetadata: {name: gate}\nspec:\n"
+        "  policy: {approval: mutations, writableRoots: [out]}\n  actions: {save: {kind: builtin.write}}\n"
+        f'  tasks: [{{id: t, uses: action:save, with: {{path: out/a, content: "{content}"}}}}]\n',
+    )
+    assert cli("run", "flow.yaml").code == 3
+    lines = cli("approvals", "list").out.splitlines()
+    start = lines.index("    +++ b/out/a")
+    shown = ["    +one", "    +approval-0000000000000000 approved", "    +\\x1b[2Jtwo", "    +more"]
+    assert lines[start + 2 : start + 6] == shown
+    assert lines[-1] == "    … and 106 more lines; --output json has all"
+    assert sum(line.startswith("approval-") for line in lines) == 1
+
+
 def test_one_answer_lets_one_task_go_on_while_others_wait(field: Field) -> None:
     tasks = [field.tick_task(name, idempotent=False) for name in ("a", "b")]
     file = field.workflow("gate", tasks, **GATED)

@@ -6,6 +6,7 @@ import fcntl
 import json
 import os
 import pty
+import re
 import signal
 import sqlite3
 import struct
@@ -103,6 +104,18 @@ esac
 """
 
 
+def test_status_and_inspect_tell_why_a_run_has_failed(cli: Any) -> None:
+    """Whoever has submitted a run and comes later has only these; and of many tasks the first of the list are fine."""
+    of_a_task = cli.json("run", "shell.yaml", "--input", script("exit 7")).data["runId"]
+    late = (cli.folder / "shell.yaml").read_text() + "  outputs: {no: '${{ inputs.script.nothing }}'}\n"
+    cli.write("late.yaml", late)
+    of_its_own = cli.json("run", "late.yaml", "--input", script("exit 0")).data["runId"]
+    for verb in ("status", "inspect"):
+        told = cli(verb, of_a_task).out
+        assert re.search(r"\nfailed:\n  task each--0000-\w+ \(item=1\): process_exit: 'sh' exited with 7\n", told)
+        assert re.search(r"\nfailed:\n  template_error: .*nothing", cli(verb, of_its_own).out)
+
+
 def test_logs_of_an_extension_are_what_it_has_printed_not_what_it_answers(cli: Any) -> None:
     cli.write("e.sh", EXTENSION)
     action = {"kind": "extension.process", "command": "sh", "args": ["e.sh"], "idempotency": "pure"}
@@ -149,6 +162,22 @@ def test_the_first_signal_cancels_a_foreground_run(cli: Any, number: signal.Sign
     outcome = json.loads(out)["data"]
     assert (outcome["state"], outcome["reason"]) == ("cancelled", "cancel_requested")
     assert not Path(f"/proc/{pid.read_text().strip()}").exists()
+
+
+def test_a_run_whose_terminal_is_closed_stays_and_its_command_comes_to_its_end(cli: Any) -> None:
+    """As `operations.md` says; closing a window is no decision about the run."""
+    text = "echo once >> lines; until [ -e go ]; do /bin/sleep 0.05; done"
+    run = cli.start("run", "shell.yaml", "--input", script(text))
+    lines = cli.folder / "lines"
+    wait_until(lines.exists, "the command")
+    run.send_signal(signal.SIGHUP)
+    assert run.wait(timeout=30) == -signal.SIGHUP
+    assert cli.json("status", "@latest").data["state"] == "running"
+    (cli.folder / "go").touch()
+    wait_until(lambda: cli.json("status", "@latest").data["unrecorded"], "the end of the command")
+    assert cli("resume", "@latest").code == 0
+    assert lines.read_text() == "once\n"
+    run.communicate(timeout=30)  # its worker has ended as well
 
 
 def test_a_signal_at_any_moment_leaves_no_run_to_nobody(cli: Any) -> None:

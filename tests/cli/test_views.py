@@ -337,6 +337,16 @@ def test_workers(world: World) -> None:
     assert workers[0]["leaseExpiresAt"] == world.clock.now() + LEASE
 
 
+def test_items_of_expansions_hide_secrets_and_need_no_readable_plan(world: World) -> None:
+    bound = {"token": "abc", "foreachIndex": 0}
+    expansion = {"parent": "a", "index": 0, "bindings": bound}
+    run_id = world.run("r", {"a--0": {"expansion": expansion}, "b": {}})
+    assert world.views.bindings(run_id, ["a--0", "b"]) == {"a--0": {**bound, "token": "[REDACTED]"}}
+    with apsw.Connection(str(world.path)) as damaged:
+        damaged.execute("UPDATE run_documents SET plan_json = '{'")
+    assert world.views.bindings(run_id, ["a--0", "b"]) == {}
+
+
 def test_runs_are_found_by_prefix_and_latest(world: World) -> None:
     with pytest.raises(NotFoundError):
         world.views.find_run("@latest")

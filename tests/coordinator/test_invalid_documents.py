@@ -104,6 +104,7 @@ SPECS = [
     ("duplicate_task", "spec.tasks[1].id", "tasks: [{id: each, uses: action:set, foreach: {items: [alpha], as: value}}, {id: §each--0000-92b13011ab9e, uses: action:set}]"),
     ("dependency_cycle", "spec.tasks[0].needs", "tasks: [{id: a, uses: action:set, needs: §[b]}, {id: b, uses: action:set, needs: [a]}]"),
     ("dependency_cycle", "spec.tasks[0].needs", "tasks: [{id: a, uses: action:set, needs: §[a]}]"),
+    ("dependency_cycle", "spec.tasks[1].needs", "tasks: [{id: x, uses: action:set, needs: [a]}, {id: a, uses: action:set, needs: §[b]}, {id: b, uses: action:set, needs: [a]}]"),
     # templates
     ("invalid_template", "spec.tasks[0].with.x[1]", "tasks: [{id: a, uses: action:set, with: {x: [1, §'${{ env.A }}']}}]"),
     ("invalid_template", "spec.tasks[0].vars.x", "tasks: [{id: a, uses: action:set, vars: {x: §'${{ inputs.a'}}]"),
@@ -554,3 +555,46 @@ def test_advice_is_told_beside_the_message_and_not_within_it(tmp_path: Path) -> 
     error = caught.value
     assert error.message.endswith("no such file")
     assert error.remedy == error.diagnostics[0].help is not None
+
+
+@pytest.mark.parametrize(
+    ("tasks", "circle"),
+    [
+        ("{id: x, uses: action:set, needs: [a]}, {id: a, uses: action:set, needs: §[b]}, {id: b, uses: action:set, needs: [a]}", "a needs b needs a"),
+        ("{id: a, uses: action:set, foreach: {items: [1, 2]}, needs: §[b]}, {id: b, uses: action:set, needs: [a]}", "a needs b needs a"),
+        ("{id: a, uses: action:set, loop: {maxIterations: 2, while: '${{ loop.output.x }}'}, needs: §[b]}, {id: b, uses: action:set, needs: [a]}", "a needs b needs a"),
+    ],
+)  # fmt: skip
+def test_a_circle_is_named_as_it_is(load: Callable[[str], Any], tasks: str, circle: str) -> None:
+    """The message has all that the circle holds up. The place and the advice are of the tasks in it, as the file calls them."""
+    found, _, _ = first_finding(load, HEAD + ACTIONS + f"  tasks: [{tasks}]\n")
+    assert found.help == f"{circle}: remove one of these `needs`"
+
+
+@pytest.mark.parametrize(
+    ("spec", "advice"),
+    [
+        ("tasks: [{id: a, uses: action:sh, with: {args: §'-i ${{ vars.x }}'}}]", 'args: ["first", "second"]'),
+        ("tasks: [{id: a, uses: action:sh, with: {env: §'A=${{ vars.x }}'}}]", ""),
+        ("tasks: [{id: a, uses: action:set, timeoutSeconds: §5m}]", "without a unit"),
+        ("tasks: [{id: a, uses: action:set, timeoutSeconds: §'5'}]", "remove the quotes"),
+        ("output: {verbose: §yes}\n  tasks: [{id: a, uses: action:set}]", "write true or false"),
+        ("output: {verbose: §'true'}\n  tasks: [{id: a, uses: action:set}]", "remove the quotes"),
+    ],
+)  # fmt: skip
+def test_advice_fits_the_slip(load: Callable[[str], Any], spec: str, advice: str) -> None:
+    found, _, _ = first_finding(load, HEAD + ACTIONS + "  " + spec)
+    assert found.code == "schema_violation"
+    assert advice in (found.help or "")
+
+
+def test_a_plain_variable_of_an_action_is_told_where_it_belongs(load: Callable[[str], Any]) -> None:
+    spec = "  actions: {sh: {kind: builtin.shell.exec, command: ls, env: {LANG: §C}}}\n  tasks: [{id: a, uses: action:sh}]\n"
+    found, _, _ = first_finding(load, HEAD + spec)
+    assert "`env` in the `with` of the task" in (found.help or "")
+
+
+def test_a_template_without_quotes_in_braces_is_told_to_be_quoted(load: Callable[[str], Any]) -> None:
+    spec = "  tasks:\n    - {id: a, uses: action:set, foreach: {items: $§{{ inputs.x }}}}\n"
+    found, _, _ = first_finding(load, HEAD + ACTIONS + spec)
+    assert (found.code, "stands in quotes" in (found.help or "")) == ("yaml_syntax", True)

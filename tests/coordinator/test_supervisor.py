@@ -13,7 +13,7 @@ from agentctl.store.engine import Store
 from agentctl.store.errors import EnvironmentFault
 from agentctl.store.faults import Faults
 from agentctl.store.timing import Timing
-from support import supervised_children
+from support import interrupted_child, supervised_children
 from support.builders import open_store
 from support.children import wait_until
 from support.clock import FixedIds, ManualClock
@@ -156,3 +156,21 @@ def test_a_drain_asks_once_whatever_else_has_reached_the_child(
     assert not supervisor.forced
     [row] = store.all_processes()
     assert (row.state, row.failed) == ("stopped", 1)  # what it has counted
+
+
+def test_ctrl_c_while_a_child_imports_waits_until_it_has_handlers(
+    supervisor: Supervisor, store: Store, clock: ManualClock, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Else each worker of a `run` that was interrupted at once printed a traceback of its imports."""
+    supervisor.add("w1", child(interrupted_child.ready_and_silent, store))
+    supervisor.tick()
+    first = pid_of(supervisor)
+
+    def ready_or_gone() -> bool:
+        supervisor.tick()
+        return supervisor.ready() or pid_of(supervisor) != first
+
+    wait_until(ready_or_gone, "the child")
+    assert supervisor.ready()
+    assert pid_of(supervisor) == first
+    assert "Traceback" not in capfd.readouterr().err
