@@ -29,7 +29,7 @@ from pathlib import Path
 from . import process_identity
 from .clock import Clock
 from .errors import EnvironmentFault, LockHeld, TaskFault
-from .filesystem import nearest_existing, sync_folder
+from .filesystem import ARTIFACTS, nearest_existing, sync_folder
 from .gate import flock_holder
 from .process_identity import Liveness, ProcessIdentity
 
@@ -78,7 +78,7 @@ class Blobs:
     """The folder of one database. Holds nothing open; any thread and any process may have its own."""
 
     def __init__(self, database: Path, clock: Clock) -> None:
-        self.root = database.absolute().with_name("artifacts")
+        self.root = database.absolute().with_name(ARTIFACTS)
         self._database = database.name
         self._owner = self.root / ".database"
         self._clock = clock

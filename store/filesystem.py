@@ -29,6 +29,11 @@ NETWORK = frozenset(
 OVERRIDE = "AGENTCTL_FILESYSTEM_TYPE"
 COMPANIONS = ("-wal", "-shm", "-journal")
 """What SQLite keeps beside a database: what these names add to that of the database."""
+BESIDE = (*COMPANIONS, ".gate", ".gate-line", ".migrate.lock", ".wake")
+"""The same for everything that stands beside a database and belongs to it, but its artifacts."""
+ARTIFACTS = "artifacts"
+IN_ARTIFACTS = ("sha256", "tmp", "trash", ".lock", ".collect.lock", ".database")
+"""The folder of artifacts beside a database, and what in it belongs to it (see `blobs`)."""
 WHOLE = 3
 """How many files a database has in use: itself, its log, and its shared memory."""
 FEW_PAGES = 1 << 16
@@ -200,6 +205,37 @@ def belongs_to_open_database(status: os.stat_result) -> bool:
     return any(count > 0 and identity in _identities(path) for path, count in list(_open_here.items()))
 
 
+def is_place_of_open_database(place: str) -> bool:
+    """Whether a resolved path is, or lies in, what belongs to a database that is open here; nothing need be there yet.
+
+    A file of another content under one of these names would take its lock, its log or its artifacts from everybody who
+    works on the database. Folders are compared by what they are: a mount shows them under other names.
+    """
+    mine: dict[tuple[int, int], set[str]] = {}
+    for path in [path for path, count in list(_open_here.items()) if count > 0]:
+        folder, name = os.path.split(path)
+        names = {name, *(name + ending for ending in BESIDE)}
+        for held, inner in ((folder, names), (os.path.join(folder, ARTIFACTS), set(IN_ARTIFACTS))):
+            if (identity := _identity(held)) is not None:
+                mine.setdefault(identity, set()).update(inner)
+    while mine:
+        folder, name = os.path.split(place)
+        if folder == place:
+            break
+        if (identity := _identity(folder)) is not None and name in mine.get(identity, ()):
+            return True
+        place = folder
+    return False
+
+
+def _identity(place: str) -> tuple[int, int] | None:
+    try:
+        status = os.stat(place)
+    except OSError:
+        return None
+    return status.st_dev, status.st_ino
+
+
 def _identities(path: str) -> frozenset[tuple[int, int]]:
     """Device and inode of each file of a database that is open here."""
     known = _files_of.get(path)
@@ -207,11 +243,8 @@ def _identities(path: str) -> frozenset[tuple[int, int]]:
         return known
     found = set()
     for companion in ("", *COMPANIONS):
-        try:
-            status = os.stat(path + companion)
-        except OSError:
-            continue
-        found.add((status.st_dev, status.st_ino))
+        if (identity := _identity(path + companion)) is not None:
+            found.add(identity)
     if len(found) >= WHOLE:
         _files_of[path] = frozenset(found)
     return frozenset(found)
