@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import errno
 import os
+import stat
 from pathlib import Path
 
 from .errors import EnvironmentFault
@@ -37,6 +38,7 @@ IN_ARTIFACTS = ("sha256", "tmp", "trash", ".lock", ".collect.lock", ".database")
 WHOLE = 3
 """How many files a database has in use: itself, its log, and its shared memory."""
 FEW_PAGES = 1 << 16
+_GIVEN = os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC | os.O_NOFOLLOW
 _READ_ONLY = "mount it writable, or choose another place with --db PATH or AGENTCTL_DB"
 
 
@@ -160,6 +162,27 @@ def is_full(path: Path) -> bool:
     except OSError:
         return False
     return found.f_bavail * found.f_frsize < FEW_PAGES
+
+
+def give_to_owner(made: Path | int, database: Path) -> None:
+    """What root makes beside the database of another user belongs to that user, as with SQLite and its log: one
+    `sudo agentctl` would lock its owner out for good.
+
+    `made` is an open file or a path. What has another name already, or another owner than root, is left alone.
+    """
+    if os.geteuid() != 0:
+        return
+    owner = os.stat(database)
+    if owner.st_uid == 0:
+        return
+    descriptor = os.open(made, _GIVEN) if isinstance(made, Path) else made
+    try:
+        found = os.fstat(descriptor)
+        if found.st_uid == 0 and (found.st_nlink == 1 or stat.S_ISDIR(found.st_mode)):
+            os.fchown(descriptor, owner.st_uid, owner.st_gid)
+    finally:
+        if descriptor is not made:
+            os.close(descriptor)
 
 
 def sync_folder(folder: Path) -> None:
