@@ -120,8 +120,10 @@ def db_restore(settings: Settings, source: Path) -> None:
 @pass_settings
 def db_migrate(settings: Settings) -> None:
     """Bring the database to the schema of this agentctl. Every other verb does so, too, when it opens it."""
+    from agentctl.store.filesystem import require_reachable
     from agentctl.store.migrate import LATEST, version_of
 
+    require_reachable(settings.database)
     if not settings.database.exists():
         raise NotFoundError(f"there is no database at {settings.database}", remedy="give its place with --db PATH")
     before = version_of(settings.database)

@@ -89,7 +89,8 @@ def nearest_existing(path: Path) -> Path:
 
 
 def require_local(path: Path) -> None:
-    """Raise `EnvironmentFault` unless the database's folder is on a filesystem known to be local."""
+    """Raise `EnvironmentFault` unless the database's folder can be reached and is on a filesystem known to be local."""
+    require_reachable(path)
     kind = filesystem_type(path)
     if kind in LOCAL:
         return
@@ -102,6 +103,21 @@ def require_local(path: Path) -> None:
         remedy="put the database on a local disk with --db PATH or AGENTCTL_DB; if the disk is local all the same, "
         f"state its type with {OVERRIDE}=ext4",
     )
+
+
+def require_reachable(path: Path) -> None:
+    """Raise `EnvironmentFault` that names the folder on the way to `path` which this user may not enter."""
+    try:
+        os.stat(path)
+    except PermissionError as error:
+        # From the top: what lies in a folder that is closed cannot be asked about.
+        way = reversed(path.absolute().parents)
+        closed = next((folder for folder in way if not os.access(folder, os.X_OK)), path.parent)
+        raise EnvironmentFault(
+            f"no permission to enter the folder {closed}", remedy="run as the user who owns it, or use --db PATH"
+        ) from error
+    except OSError:
+        return
 
 
 def prepare_folder(folder: Path) -> None:
