@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from contextlib import closing
+from contextlib import closing, nullcontext
 from pathlib import Path
 from typing import Any
 
 import click
 from agentctl.store.errors import NotFoundError, UsageError
 
-from .main import Settings, VerbGroup, pass_settings
+from .main import EXIT_INTERRUPTED, Settings, VerbGroup, pass_settings
 from .render import Printer, clean, counted, size, when
 from .run import open_store, views_of
-from .stopping import tidy
+from .stopping import between_steps, tidy
 
 EXIT_DAMAGED = 5
 SHOWN_DAMAGED = 20
@@ -154,22 +154,29 @@ def artifacts_export(settings: Settings, name: str, destination: str, overwrite:
 def artifacts_gc(settings: Settings, days: int, dry_run: bool) -> None:
     """Remove stored bytes that no run refers to, and what the dead have left half-written.
 
-    What a running or uncommitted task has stored stays, and for an hour what a task that has failed has stored.
+    What a running or uncommitted task has stored stays, and for an hour what a task that has failed has stored. An
+    interrupt ends it between two steps: it tells what it has removed, and the next time goes on (exit 130).
     """
+    from agentctl.store.blobs import never
     from agentctl.store.clock import DAY_MS
     from agentctl.store.collection import Collector
     from agentctl.store.faults import Faults
 
-    with closing(open_store(settings)) as store:
+    gently = nullcontext(never) if dry_run else between_steps()
+    with closing(open_store(settings)) as store, gently as stopped:
         collector = Collector(store.database, store.artifacts, store.clock, Faults.from_environment())
-        data = collector.collect(older_than_ms=days * DAY_MS, dry_run=dry_run)
-    data["dryRun"] = dry_run
+        data = collector.collect(older_than_ms=days * DAY_MS, dry_run=dry_run, stopped=stopped)
+        data |= {"dryRun": dry_run, "interrupted": stopped()}
 
-    def human(out: Printer) -> None:
-        verb = "would be removed" if dry_run else "removed"
-        count = data["considered"] if dry_run else len(data["removed"])
-        out.line(f"{counted(count, 'artifact')} {verb}, {size(data['reclaimedBytes'])}")
-        if data["temporaryFilesConsidered"]:
-            out.line(f"{counted(data['temporaryFilesConsidered'], 'unfinished file')} {verb}")
+        def human(out: Printer) -> None:
+            verb = "would be removed" if dry_run else "removed"
+            count = data["considered"] if dry_run else len(data["removed"])
+            out.line(f"{counted(count, 'artifact')} {verb}, {size(data['reclaimedBytes'])}")
+            if files := data["temporaryFilesConsidered"] if dry_run else data["temporaryFilesRemoved"]:
+                out.line(f"{counted(files, 'unfinished file')} {verb}")
+            if data["interrupted"]:
+                out.advise("interrupted: `agentctl artifacts gc` again goes on with the rest")
 
-    Printer(settings).result("ArtifactCollection", data, human)
+        Printer(settings).result("ArtifactCollection", data, human)
+    if data["interrupted"]:
+        click.get_current_context().exit(EXIT_INTERRUPTED)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from contextlib import closing
+from contextlib import closing, nullcontext
 from pathlib import Path
 from shlex import quote
 from typing import Any
@@ -10,10 +10,10 @@ from typing import Any
 import click
 from agentctl.store.errors import NotFoundError
 
-from .main import Settings, Verb, VerbGroup, pass_settings
+from .main import EXIT_INTERRUPTED, Settings, Verb, VerbGroup, pass_settings
 from .render import Printer, clean, counted, size
 from .run import open_store
-from .stopping import tidy
+from .stopping import between_steps, tidy
 
 EXIT_DAMAGED = 5
 SHOWN_RUNS = 20
@@ -120,8 +120,10 @@ def db_restore(settings: Settings, source: Path) -> None:
 @pass_settings
 def db_migrate(settings: Settings) -> None:
     """Bring the database to the schema of this agentctl. Every other verb does so, too, when it opens it."""
+    from agentctl.store.filesystem import require_reachable
     from agentctl.store.migrate import LATEST, version_of
 
+    require_reachable(settings.database)
     if not settings.database.exists():
         raise NotFoundError(f"there is no database at {settings.database}", remedy="give its place with --db PATH")
     before = version_of(settings.database)
@@ -149,41 +151,54 @@ def gc(settings: Settings, days: int, states: tuple[str, ...], dry_run: bool) ->
     """Remove old runs that have ended, the artifacts that only they have kept, and memory entries that expired as long
     ago; give the space back.
 
-    A run with an effect that nobody has reconciled stays, and so does the source of a run that goes on.
+    A run with an effect that nobody has reconciled stays, and so does the source of a run that goes on. An interrupt
+    ends it after the run in hand: it tells what it has removed, and the next time goes on (exit 130).
     """
+    from agentctl.store.blobs import never
     from agentctl.store.clock import DAY_MS
     from agentctl.store.faults import Faults
     from agentctl.store.retention import collect_runs
 
-    with closing(open_store(settings)) as store:
+    gently = nullcontext(never) if dry_run else between_steps()
+    with closing(open_store(settings)) as store, gently as stopped:
+        age = days * DAY_MS
         data: dict[str, Any] = collect_runs(
             store.database,
             store.artifacts,
             store.clock,
             Faults.from_environment(),
-            older_than_ms=days * DAY_MS,
+            older_than_ms=age,
             states=states or _FINAL,
             dry_run=dry_run,
+            stopped=stopped,
         )
         # The same age for both (contract 7): what has expired is invisible at once, but can be looked into for a while.
-        forget = store.memory_expired if dry_run else store.memory_collect
-        data["memory"] = {"expired": forget(older_than_ms=days * DAY_MS)}
+        if dry_run:
+            expired = store.memory_expired(older_than_ms=age)
+        else:
+            expired = store.memory_collect(older_than_ms=age, stopped=stopped)
+        data |= {"memory": {"expired": expired}, "interrupted": stopped()}
+        Printer(settings).result("Collection", data, lambda out: _collection_for_people(out, data))
+    if data["interrupted"]:
+        click.get_current_context().exit(EXIT_INTERRUPTED)
 
-    def human(out: Printer) -> None:
-        verb = "would be removed" if dry_run else "removed"
-        removed = data["runs"]["removed"]
-        out.line(f"{counted(len(removed), 'run')} {verb}")
-        for run_id in removed[:SHOWN_RUNS]:
-            out.line(f"  {run_id}")
-        if len(removed) > SHOWN_RUNS:
-            out.line(f"  and {len(removed) - SHOWN_RUNS} more")
-        for item in data["runs"]["kept"][:SHOWN_RUNS]:
-            out.line(f"  kept {item['runId']}: {item['why'].replace('_', ' ')}")
-        kept = data["artifacts"]
-        count = kept["considered"] if dry_run else len(kept["removed"])
-        out.line(f"{counted(count, 'artifact')} {verb}, {size(kept['reclaimedBytes'])}")
-        out.line(f"{counted(data['memory']['expired'], 'expired memory entry', 'expired memory entries')} {verb}")
-        if not dry_run:
-            out.line(f"database: {size(data['fileBytesBefore'])} before, {size(data['fileBytesAfter'])} now")
 
-    Printer(settings).result("Collection", data, human)
+def _collection_for_people(out: Printer, data: dict[str, Any]) -> None:
+    dry_run = data["dryRun"]
+    verb = "would be removed" if dry_run else "removed"
+    removed = data["runs"]["removed"]
+    out.line(f"{counted(len(removed), 'run')} {verb}")
+    for run_id in removed[:SHOWN_RUNS]:
+        out.line(f"  {run_id}")
+    if len(removed) > SHOWN_RUNS:
+        out.line(f"  and {len(removed) - SHOWN_RUNS} more")
+    for item in data["runs"]["kept"][:SHOWN_RUNS]:
+        out.line(f"  kept {item['runId']}: {item['why'].replace('_', ' ')}")
+    kept = data["artifacts"]
+    count = kept["considered"] if dry_run else len(kept["removed"])
+    out.line(f"{counted(count, 'artifact')} {verb}, {size(kept['reclaimedBytes'])}")
+    out.line(f"{counted(data['memory']['expired'], 'expired memory entry', 'expired memory entries')} {verb}")
+    if not dry_run:
+        out.line(f"database: {size(data['fileBytesBefore'])} before, {size(data['fileBytesAfter'])} now")
+    if data["interrupted"]:
+        out.advise("interrupted: `agentctl gc` again goes on with the rest")

@@ -324,6 +324,13 @@ def _short(value: Any) -> str:
     return clean(beginning(text, SHOWN_VALUE))
 
 
+def _nobody_drives(run: dict[str, Any]) -> bool:
+    """Whether a run of a list stands still: it should go on, and nobody sees to it."""
+    driver = run["driver"]
+    dead = driver is None or driver["liveness"] == "dead"
+    return run["state"] == "running" and run["problem"] is None and dead
+
+
 @click.group(cls=VerbGroup)
 def runs() -> None:
     """List runs."""
@@ -335,12 +342,15 @@ def runs() -> None:
 @click.option("--next", "cursor", metavar="CURSOR", help="Go on where an earlier list ended: its `next`.")
 @pass_settings
 def runs_list(settings: Settings, limit: int, state: str | None, cursor: str | None) -> None:
-    """List runs, newest first."""
+    """List runs, newest first, and say which of them stand still since nobody drives them."""
+    from .requests import coordinator_is_live
+
     with closing(open_store(settings)) as store:
         data = views_of(store).list_runs(limit=limit, state=state, cursor=cursor)
 
         def human(out: Printer) -> None:
             rows: list[tuple[object, ...]] = []
+            left = 0
             for run in data["runs"]:
                 counts = run["taskCounts"]
                 tasks = f"{ended(counts)}/{sum(counts.values())}"
@@ -350,6 +360,8 @@ def runs_list(settings: Settings, limit: int, state: str | None, cursor: str | N
                 made = "" if origin is None else f"{run['mode']} of {origin}"
                 created = when(run["createdAt"])
                 reason = run["reason"] if run["problem"] is None else run["problem"]["code"]
+                if _nobody_drives(run):
+                    reason, left = "no driver", left + 1
                 rows.append((run["runId"], run["state"], run["workflow"], tasks, created, reason, made))
             heads: tuple[str, ...] = ("RUN", "STATE", "WORKFLOW", "TASKS", "CREATED", "REASON", "ORIGIN")
             if not any(row[-1] for row in rows):
@@ -357,6 +369,9 @@ def runs_list(settings: Settings, limit: int, state: str | None, cursor: str | N
             out.table(heads, rows, states=1)
             if data["next"] is not None:
                 out.line(f"more: {program(settings)} runs list --next {data['next']}")
+            if left and not coordinator_is_live(store):  # else it takes them in a moment
+                steps = "`agentctl workers start` or `agentctl resume RUN` goes on"
+                out.advise(f"nobody drives {left} of these runs: {steps}")
             for run in data["runs"]:
                 if run["problem"] is not None:
                     warn(settings, f"{run['runId']}: {clean(run['problem']['message'])}")

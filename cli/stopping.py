@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -47,6 +47,32 @@ def tidy() -> Iterator[None]:
             _end(asked[0])
         for number, handler in before.items():
             signal.signal(number, handler)
+
+
+@contextmanager
+def between_steps() -> Iterator[Callable[[], bool]]:
+    """For a block of many steps of which each stands for itself: SIGINT or SIGTERM is noted, so that it ends after the
+    step in hand and tells what it has done. The yielded function says whether one has come; a second one ends at once.
+    """
+    heed_lost_interrupts()
+    asked: list[int] = []
+    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+
+    def back() -> None:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+    def note(number: int, frame: object) -> None:
+        asked.append(number)
+        back()
+
+    for number, handler in before.items():
+        if handler is not signal.SIG_IGN:
+            signal.signal(number, note)
+    try:
+        yield lambda: bool(asked)
+    finally:
+        back()
 
 
 def _end(number: int) -> None:

@@ -35,7 +35,7 @@ from .errors import (
     UsageError,
 )
 from .faults import Faults
-from .filesystem import belongs_to_open_database
+from .filesystem import belongs_to_open_database, is_place_of_open_database
 from .records import (
     AttemptHeld,
     Claim,
@@ -415,6 +415,8 @@ class Artifacts:
 def _check_target(destination: Path, overwrite: bool) -> None:
     if destination.is_symlink():
         raise UsageError(f"{destination} is a symbolic link", remedy="name the file that it leads to")
+    if is_place_of_open_database(str(destination.resolve())):
+        raise UsageError(f"{destination} belongs to the database", remedy="give the name of another file")
     if destination.is_dir():
         raise UsageError(f"{destination} is a folder", remedy="give the name of a file")
     if not destination.absolute().parent.is_dir():

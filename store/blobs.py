@@ -29,7 +29,7 @@ from pathlib import Path
 from . import process_identity
 from .clock import Clock
 from .errors import EnvironmentFault, LockHeld, TaskFault
-from .filesystem import nearest_existing, sync_folder
+from .filesystem import ARTIFACTS, give_to_owner, nearest_existing, sync_folder
 from .gate import flock_holder
 from .process_identity import Liveness, ProcessIdentity
 
@@ -78,8 +78,9 @@ class Blobs:
     """The folder of one database. Holds nothing open; any thread and any process may have its own."""
 
     def __init__(self, database: Path, clock: Clock) -> None:
-        self.root = database.absolute().with_name("artifacts")
+        self.root = database.absolute().with_name(ARTIFACTS)
         self._database = database.name
+        self._file = database
         self._owner = self.root / ".database"
         self._clock = clock
         self._shelves = self.root / "sha256"
@@ -145,6 +146,7 @@ class Blobs:
         with suppress(OSError):
             try:
                 note.write_text(self._database, encoding="utf-8")
+                self._give(note)
                 os.replace(note, self._owner)
                 sync_folder(self.root)
             finally:
@@ -154,12 +156,18 @@ class Blobs:
         """The folders that a store of blobs has, innermost first."""
         return (self._trash, self._tmp, self._shelves, self.root)
 
+    def _give(self, made: Path | int) -> None:
+        """See `give_to_owner`; a folder that is restored before its database has no owner yet."""
+        with suppress(FileNotFoundError):
+            give_to_owner(made, self._file)
+
     def _make(self) -> None:
         if self._made:
             return
         for folder in (self.root, self._shelves, self._tmp, self._trash):
             with suppress(FileExistsError):
                 folder.mkdir(mode=0o700)
+                self._give(folder)
                 sync_folder(folder.parent)
         self._require_owner()
         self._made = True
@@ -197,6 +205,7 @@ class Blobs:
             except OSError as error:
                 raise store_fault(path, error) from error
             try:
+                self._give(path)
                 self._take()
                 yield
             finally:
@@ -256,6 +265,7 @@ class Blobs:
                     if size - synced >= SYNC_BYTES:
                         os.fdatasync(descriptor)
                         synced = size
+                self._give(descriptor)
                 os.fchmod(descriptor, 0o400)
                 os.fsync(descriptor)
             finally:
@@ -297,6 +307,7 @@ class Blobs:
         target = self.path_of(staged.digest)
         with suppress(FileExistsError):
             target.parent.mkdir(mode=0o700)
+            self._give(target.parent)
             sync_folder(self._shelves)
         try:
             os.link(staged.path, target)

@@ -11,12 +11,12 @@ from __future__ import annotations
 
 import json
 import stat
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 from .artifacts import PROTECTED, Artifacts, forget_leases
-from .blobs import store_fault
+from .blobs import never, store_fault
 from .clock import DAY_MS, Clock
 from .database import Database, all_rows
 from .faults import Faults
@@ -39,12 +39,20 @@ class Collector:
         self._clock = clock
         self._faults = faults
 
-    def collect(self, *, older_than_ms: int, dry_run: bool, without_runs: Sequence[str] = ()) -> dict[str, Any]:
+    def collect(
+        self,
+        *,
+        older_than_ms: int,
+        dry_run: bool,
+        without_runs: Sequence[str] = (),
+        stopped: Callable[[], bool] = never,
+    ) -> dict[str, Any]:
         """Remove what nothing needs and what is older than that.
 
         The report of contract 8: `{considered, removed, reclaimedBytes, temporaryFilesConsidered,
         temporaryFilesRemoved}`; a dry run removes nothing, and its `reclaimedBytes` is what would come back. Removal is
-        durable when it returns. `without_runs`: what a dry run is to believe gone. One collection at a time; raises
+        durable when it returns. `without_runs`: what a dry run is to believe gone. When `stopped()` is true no further
+        slice is taken away, and the report tells of those that were. One collection at a time; raises
         as `alone`, and `EnvironmentFault` when something cannot be moved or deleted: it stays, and a later collection
         goes on. A dry run takes no lock and writes nothing.
         """
@@ -56,7 +64,7 @@ class Collector:
             temporary = self._old_temporary(cutoff)
             return _report(len(found), [], sum(size for _, size in found), len(temporary), 0)
         with self.alone():
-            return self.collect_alone(older_than_ms=older_than_ms)
+            return self.collect_alone(older_than_ms=older_than_ms, stopped=stopped)
 
     @contextmanager
     def alone(self) -> Iterator[None]:
@@ -72,7 +80,7 @@ class Collector:
         with self._blobs.locked(".collect.lock"):
             yield
 
-    def collect_alone(self, *, older_than_ms: int) -> dict[str, Any]:
+    def collect_alone(self, *, older_than_ms: int, stopped: Callable[[], bool] = never) -> dict[str, Any]:
         """A collection inside `alone`."""
         if not self._blobs.is_ours():
             return _report(0, [], 0, 0, 0)
@@ -81,19 +89,23 @@ class Collector:
         strays = self._untracked(cutoff)
         temporary = self._old_temporary(cutoff)
         removed: list[tuple[str, int]] = []
+        cleaned = 0
         try:
-            for some in _slices(rows):
-                removed += self._remove(some)
-            for some in _slices(strays):
-                removed += self._remove_untracked(some)
-            self._forget_leases()
-            for path in temporary:
-                self._blobs.discard(path)
+            for remove, found in ((self._remove, rows), (self._remove_untracked, strays)):
+                for some in _slices(found):
+                    if stopped():
+                        break
+                    removed += remove(some)
+            if not stopped():
+                self._forget_leases()
+                for path in temporary:
+                    self._blobs.discard(path)
+                cleaned = len(temporary)
         except OSError as error:
             raise store_fault(self._blobs.root, error) from error
         size = sum(size for _, size in removed)
         considered = len(rows) + len(strays)
-        return _report(considered, sorted(digest for digest, _ in removed), size, len(temporary), len(temporary))
+        return _report(considered, sorted(digest for digest, _ in removed), size, len(temporary), cleaned)
 
     # -- choosing --------------------------------------------------------------------------------------------------
 

@@ -159,6 +159,8 @@ class Database:
         except apsw.Error as error:
             raise self._translate(error) from error
         self.gate = Gate(self.path.with_name(self.path.name + ".gate"), end_stuck or (lambda pid: "not ours"))
+        for lock in (self.gate.descriptor, self.gate.line):
+            filesystem.give_to_owner(lock, self.path)
         filesystem.note_opened(key)
         self._key = key
         try:

@@ -34,6 +34,7 @@ from . import (
     task_queue,
 )
 from .artifacts import Artifacts
+from .blobs import never
 from .board import Board
 from .canonical import canonical, loads
 from .clock import Clock
@@ -768,15 +769,17 @@ class Store:
         with self.database.read() as tx:
             return long_term.expired(tx, before=self.clock.now() - older_than_ms)
 
-    def memory_collect(self, *, older_than_ms: int) -> int:
-        """Delete entries that have expired so long ago (ms), some in each transaction; how many. Durable."""
+    def memory_collect(self, *, older_than_ms: int, stopped: Callable[[], bool] = never) -> int:
+        """Delete entries that have expired so long ago (ms), some in each transaction, until `stopped()` is true; how
+        many. Durable."""
         before, done = self.clock.now() - older_than_ms, 0
-        while True:
+        while not stopped():
             with self.database.write(durable=True) as tx:
                 removed = long_term.collect(tx, before=before, limit=COLLECT_ENTRIES)
             done += removed
             if removed < COLLECT_ENTRIES:
-                return done
+                break
+        return done
 
     # -- processes and rescue --------------------------------------------------------------------------------------
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import errno
 import os
+import stat
 from pathlib import Path
 
 from .errors import EnvironmentFault
@@ -29,9 +30,15 @@ NETWORK = frozenset(
 OVERRIDE = "AGENTCTL_FILESYSTEM_TYPE"
 COMPANIONS = ("-wal", "-shm", "-journal")
 """What SQLite keeps beside a database: what these names add to that of the database."""
+BESIDE = (*COMPANIONS, ".gate", ".gate-line", ".migrate.lock", ".wake")
+"""The same for everything that stands beside a database and belongs to it, but its artifacts."""
+ARTIFACTS = "artifacts"
+IN_ARTIFACTS = ("sha256", "tmp", "trash", ".lock", ".collect.lock", ".database")
+"""The folder of artifacts beside a database, and what in it belongs to it (see `blobs`)."""
 WHOLE = 3
 """How many files a database has in use: itself, its log, and its shared memory."""
 FEW_PAGES = 1 << 16
+_GIVEN = os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC | os.O_NOFOLLOW
 _READ_ONLY = "mount it writable, or choose another place with --db PATH or AGENTCTL_DB"
 
 
@@ -82,7 +89,8 @@ def nearest_existing(path: Path) -> Path:
 
 
 def require_local(path: Path) -> None:
-    """Raise `EnvironmentFault` unless the database's folder is on a filesystem known to be local."""
+    """Raise `EnvironmentFault` unless the database's folder can be reached and is on a filesystem known to be local."""
+    require_reachable(path)
     kind = filesystem_type(path)
     if kind in LOCAL:
         return
@@ -95,6 +103,21 @@ def require_local(path: Path) -> None:
         remedy="put the database on a local disk with --db PATH or AGENTCTL_DB; if the disk is local all the same, "
         f"state its type with {OVERRIDE}=ext4",
     )
+
+
+def require_reachable(path: Path) -> None:
+    """Raise `EnvironmentFault` that names the folder on the way to `path` which this user may not enter."""
+    try:
+        os.stat(path)
+    except PermissionError as error:
+        # From the top: what lies in a folder that is closed cannot be asked about.
+        way = reversed(path.absolute().parents)
+        closed = next((folder for folder in way if not os.access(folder, os.X_OK)), path.parent)
+        raise EnvironmentFault(
+            f"no permission to enter the folder {closed}", remedy="run as the user who owns it, or use --db PATH"
+        ) from error
+    except OSError:
+        return
 
 
 def prepare_folder(folder: Path) -> None:
@@ -157,6 +180,27 @@ def is_full(path: Path) -> bool:
     return found.f_bavail * found.f_frsize < FEW_PAGES
 
 
+def give_to_owner(made: Path | int, database: Path) -> None:
+    """What root makes beside the database of another user belongs to that user, as with SQLite and its log: one
+    `sudo agentctl` would lock its owner out for good.
+
+    `made` is an open file or a path. What has another name already, or another owner than root, is left alone.
+    """
+    if os.geteuid() != 0:
+        return
+    owner = os.stat(database)
+    if owner.st_uid == 0:
+        return
+    descriptor = os.open(made, _GIVEN) if isinstance(made, Path) else made
+    try:
+        found = os.fstat(descriptor)
+        if found.st_uid == 0 and (found.st_nlink == 1 or stat.S_ISDIR(found.st_mode)):
+            os.fchown(descriptor, owner.st_uid, owner.st_gid)
+    finally:
+        if descriptor is not made:
+            os.close(descriptor)
+
+
 def sync_folder(folder: Path) -> None:
     """Make the names in a folder durable. Raises OSError."""
     descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
@@ -200,6 +244,37 @@ def belongs_to_open_database(status: os.stat_result) -> bool:
     return any(count > 0 and identity in _identities(path) for path, count in list(_open_here.items()))
 
 
+def is_place_of_open_database(place: str) -> bool:
+    """Whether a resolved path is, or lies in, what belongs to a database that is open here; nothing need be there yet.
+
+    A file of another content under one of these names would take its lock, its log or its artifacts from everybody who
+    works on the database. Folders are compared by what they are: a mount shows them under other names.
+    """
+    mine: dict[tuple[int, int], set[str]] = {}
+    for path in [path for path, count in list(_open_here.items()) if count > 0]:
+        folder, name = os.path.split(path)
+        names = {name, *(name + ending for ending in BESIDE)}
+        for held, inner in ((folder, names), (os.path.join(folder, ARTIFACTS), set(IN_ARTIFACTS))):
+            if (identity := _identity(held)) is not None:
+                mine.setdefault(identity, set()).update(inner)
+    while mine:
+        folder, name = os.path.split(place)
+        if folder == place:
+            break
+        if (identity := _identity(folder)) is not None and name in mine.get(identity, ()):
+            return True
+        place = folder
+    return False
+
+
+def _identity(place: str) -> tuple[int, int] | None:
+    try:
+        status = os.stat(place)
+    except OSError:
+        return None
+    return status.st_dev, status.st_ino
+
+
 def _identities(path: str) -> frozenset[tuple[int, int]]:
     """Device and inode of each file of a database that is open here."""
     known = _files_of.get(path)
@@ -207,11 +282,8 @@ def _identities(path: str) -> frozenset[tuple[int, int]]:
         return known
     found = set()
     for companion in ("", *COMPANIONS):
-        try:
-            status = os.stat(path + companion)
-        except OSError:
-            continue
-        found.add((status.st_dev, status.st_ino))
+        if (identity := _identity(path + companion)) is not None:
+            found.add(identity)
     if len(found) >= WHOLE:
         _files_of[path] = frozenset(found)
     return frozenset(found)

@@ -134,12 +134,12 @@ class Gate:
         self._tries = WATCH_TRIES if len(os.sched_getaffinity(0)) > 1 else 1
         self._end_stuck = end_stuck
         self._told: int | None = None
-        self._fd = _open(path)
+        self.descriptor = _open(path)
         # Its content is free for hints between processes (see `board`).
         try:
             self.line = _open(path.with_name(path.name + LINE_ENDING))
         except BaseException:
-            os.close(self._fd)
+            os.close(self.descriptor)
             raise
         self._old_mask: set[int] | None = None
 
@@ -157,11 +157,11 @@ class Gate:
                 except BlockingIOError:
                     self._wait(self.line, old)
                 if not self._seize(self._tries):
-                    self._wait(self._fd, old)
+                    self._wait(self.descriptor, old)
                 fcntl.flock(self.line, fcntl.LOCK_UN)
         except BaseException:
             # A handler may have raised when the locks were ours already.
-            fcntl.flock(self._fd, fcntl.LOCK_UN)
+            fcntl.flock(self.descriptor, fcntl.LOCK_UN)
             fcntl.flock(self.line, fcntl.LOCK_UN)
             _signal.pthread_sigmask(signal.SIG_SETMASK, old)
             raise
@@ -171,7 +171,7 @@ class Gate:
         """Take the gate if it is free, or becomes free while we watch."""
         for _ in range(tries):
             try:
-                fcntl.flock(self._fd, _TRY)
+                fcntl.flock(self.descriptor, _TRY)
             except BlockingIOError:
                 continue
             return True
@@ -200,12 +200,12 @@ class Gate:
     def release(self) -> None:
         """Leave the gate; held-back signals are delivered now."""
         old, self._old_mask = self._old_mask, None
-        fcntl.flock(self._fd, fcntl.LOCK_UN)
+        fcntl.flock(self.descriptor, fcntl.LOCK_UN)
         if old is not None:
             _signal.pthread_sigmask(signal.SIG_SETMASK, old)
 
     def close(self) -> None:
-        os.close(self._fd)
+        os.close(self.descriptor)
         os.close(self.line)
 
     def holder(self) -> int | None:
@@ -213,7 +213,7 @@ class Gate:
 
         Who is next takes a free gate at once, unless it is stopped.
         """
-        return flock_holder(os.fstat(self._fd)) or flock_holder(os.fstat(self.line))
+        return flock_holder(os.fstat(self.descriptor)) or flock_holder(os.fstat(self.line))
 
     def examine_holder(self) -> None:
         """Called by the watch when a wait has become too long."""

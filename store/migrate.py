@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from .errors import CorruptStore, EnvironmentFault, IncompatibleVersion
+from .filesystem import give_to_owner
 
 if TYPE_CHECKING:
     from .database import Connection, Database
@@ -128,6 +129,7 @@ def migrate(database: Database) -> None:
     lock = FileLock(database.path.with_name(database.path.name + ".migrate.lock"), mode=0o600, poll_interval=0.005)
     try:
         with lock.acquire(timeout=60):
+            give_to_owner(Path(lock.lock_file), database.path)
             connection = database.connection
             database.gate.acquire()
             try:

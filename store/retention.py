@@ -9,13 +9,14 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import apsw
 
 from . import runs
 from .artifacts import Artifacts
+from .blobs import never
 from .clock import Clock
 from .collection import Collector
 from .database import Connection, Database, all_rows, translate
@@ -69,11 +70,13 @@ def collect_runs(
     older_than_ms: int,
     states: Sequence[str],
     dry_run: bool,
+    stopped: Callable[[], bool] = never,
 ) -> dict[str, Any]:
     """Remove runs in these final states that have not changed for that long, then what only they have kept.
 
     `{runs: {considered, removed, kept: [{runId, why}]}, artifacts: the report of a collection, fileBytesBefore,
-    fileBytesAfter, dryRun}`. A dry run changes nothing and lists in `removed` of the runs what would go.
+    fileBytesAfter, dryRun}`. A dry run changes nothing and lists in `removed` of the runs what would go. When
+    `stopped()` is true nothing more is removed, and what was removed is told.
 
     Raises as `Collector.alone`, before any run is removed.
     """
@@ -90,9 +93,14 @@ def collect_runs(
         report = collector.collect(older_than_ms=older_than_ms, dry_run=True, without_runs=old)
     else:
         with collector.alone():
-            removed = [run_id for run_id in old if _remove(database, run_id, now=clock.now())]
-            report = collector.collect_alone(older_than_ms=older_than_ms)
-    if not dry_run and removed:
+            removed = []
+            for run_id in old:
+                if stopped():
+                    break
+                if _remove(database, run_id, now=clock.now()):
+                    removed.append(run_id)
+            report = collector.collect_alone(older_than_ms=older_than_ms, stopped=stopped)
+    if not dry_run and removed and not stopped():
         _give_back(database)
     return {
         "runs": {"considered": len(found), "removed": removed, "kept": kept},

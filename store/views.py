@@ -507,7 +507,20 @@ def _list_runs(tx: Connection, *, limit: int, state: str | None, cursor: str | N
     counts, problems = _readable_counts(tx, rows[:limit])
     problems = asides.problems(tx) | problems
     following = f"{found[-1].created_at}:{found[-1].run_id}" if len(rows) > limit else None
-    shown = [{**_summary(run, counts.get(run.run_id, {})), "problem": problems.get(run.run_id)} for run in found]
+    drivers: dict[str | None, dict[str, Any] | None] = {}
+    for run in found:
+        if run.driver not in drivers:  # one look at each process, however many runs it drives
+            drivers[run.driver] = _driver(tx, run)
+    shown = []
+    for run in found:
+        driver = drivers[run.driver]
+        shown.append(
+            {
+                **_summary(run, counts.get(run.run_id, {})),
+                "driver": driver and {**driver, "epoch": run.epoch, "leaseExpiresAt": run.driver_lease_expires_at},
+                "problem": problems.get(run.run_id),
+            }
+        )
     return {"runs": shown, "next": following}
 
 

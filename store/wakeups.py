@@ -11,6 +11,8 @@ import os
 import socket
 from pathlib import Path
 
+from .filesystem import give_to_owner
+
 _MAX_PATH = 100
 
 
@@ -19,6 +21,7 @@ class WakeFolder:
 
     def __init__(self, database: Path) -> None:
         self.path = database.with_name(database.name + ".wake")
+        self._database = database
         self._prefix = f"{self.path}/"
         self._room = _MAX_PATH - len(os.fsencode(self._prefix))
         self._fd: int | None = None
@@ -33,7 +36,9 @@ class WakeFolder:
 
     def listen(self, process_id: str) -> socket.socket:
         """The socket of this process: non-blocking, close-on-exec, readable when somebody calls."""
-        self.path.mkdir(mode=0o700, exist_ok=True)
+        with contextlib.suppress(FileExistsError):
+            self.path.mkdir(mode=0o700)
+            give_to_owner(self.path, self._database)
         listener = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_NONBLOCK | socket.SOCK_CLOEXEC)
         listener.bind(self._address(process_id))
         return listener

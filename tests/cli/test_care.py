@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import signal
@@ -252,6 +253,47 @@ def test_gc(cli: Any, done: str) -> None:
     assert cli.json("db", "verify").code == 0
     for bad in (("--older-than-days", "-1"), ("--state", "running")):
         assert cli.json("gc", *bad).code == 2
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_collection_that_is_interrupted_tells_what_it_has_removed(
+    cli: Any, done: str, number: signal.Signals
+) -> None:
+    """The runs are gone for good: whoever interrupts it has to learn which ones. A second signal ends it at once."""
+    cli.json("run", "keeps.yaml")
+    runs = lambda: [run["runId"] for run in cli.json("runs", "list").data["runs"]]  # noqa: E731
+    both = runs()
+    with FileLock(cli.database.parent / "artifacts" / ".lock"):
+        child = cli.start("gc", "--older-than-days", "0", "--output", "json")
+        wait_until(lambda: not runs(), "the runs are gone, and it waits to remove what they have kept")
+        child.send_signal(number)
+        wait_until(lambda: not _is_pending(child, number), "it has noted it")
+    out, err = child.communicate(timeout=60)
+    assert (child.returncode, err) == (130, "")
+    data = json.loads(out)["data"]
+    assert (sorted(data["runs"]["removed"]), data["interrupted"]) == (sorted(both), True)
+    (cli.folder / "out" / "text.json").unlink()
+    cli.json("run", "keeps.yaml")
+    with FileLock(cli.database.parent / "artifacts" / ".lock"):
+        child = cli.start("gc", "--older-than-days", "0")
+        wait_until(lambda: not runs(), "it waits again")
+
+        def over() -> bool:
+            child.send_signal(number)
+            return child.poll() is not None
+
+        wait_until(over, "one more signal ends it, with the lock still held")
+    child.communicate()
+    assert child.returncode == 130
+    rest = cli.json("artifacts", "gc", "--older-than-days", "0")
+    assert (rest.code, len(rest.data["removed"]), rest.data["interrupted"]) == (0, 1, False)
+
+
+def _is_pending(child: subprocess.Popen[str], number: int) -> bool:
+    """Whether a signal was sent to a process and not yet taken by it."""
+    status = Path(f"/proc/{child.pid}/status").read_text()
+    pending = [int(line.split()[1], 16) for line in status.splitlines() if line.startswith(("SigPnd", "ShdPnd"))]
+    return any(mask >> (number - 1) & 1 for mask in pending)
 
 
 def test_gc_forgets_memory_that_expired_long_ago(cli: Any, done: str) -> None:

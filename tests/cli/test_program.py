@@ -435,6 +435,26 @@ def test_an_unwritable_folder(cli: Any, unprivileged: Callable[[Path], list[str]
     assert list(locked.iterdir()) == []
 
 
+@pytest.mark.skipif(os.geteuid() == 0 and shutil.which("setpriv") is None, reason="root may enter everywhere")
+def test_a_folder_that_is_closed_is_named_with_what_to_do(cli: Any) -> None:
+    """The database of another user, say: it is there or not, and nobody can tell."""
+    prefix = [] if os.geteuid() else ["setpriv", "--bounding-set=-dac_override,-dac_read_search"]
+    closed = cli.folder / "closed"
+    closed.mkdir()
+    closed.chmod(0)
+    try:
+        for verb in (("runs", "list"), ("submit", "hello.yaml"), ("db", "migrate")):
+            for place in ("closed/x.db", "closed/deeper/x.db"):
+                result = cli.json(*verb, "--db", place, prefix=prefix)
+                assert (result.code, result.error["code"]) == (5, "environment"), verb
+                assert result.error["message"] == f"no permission to enter the folder {closed}", verb
+                assert "--db" in result.error["remedy"]
+        checks = cli.json("doctor", "--db", "closed/x.db", prefix=prefix).data["checks"]
+        assert checks[0]["message"] == f"no permission to enter the folder {closed}"
+    finally:
+        closed.chmod(0o700)
+
+
 def test_the_folder_is_named_that_cannot_be_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Not a database in it, which is not there, or which could be written."""
     monkeypatch.setattr(os, "access", lambda place, mode: Path(place) != tmp_path)

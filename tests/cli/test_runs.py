@@ -347,6 +347,26 @@ def test_watch_and_cancel_from_other_shells(cli: Any, pool: Any) -> None:
     assert record["cancelReason"] == "not needed"
 
 
+def test_a_list_tells_of_runs_that_nobody_drives(cli: Any) -> None:
+    """Its driver was killed, or there was never one: `running` alone would make everybody wait."""
+    process = cli.start("run", "shell.yaml", "--input", script("exec sleep 60"), "--output", "json")
+    wait_until(lambda: cli.database.exists() and bool(cli.json("runs", "list").data["runs"]), "there is a run")
+    wait_until(lambda: bool(cli.json("status", "@latest").data["running"]), "its command runs")
+    assert "no driver" not in cli("runs", "list").out
+    process.kill()
+    process.wait()
+    assert cli("submit", "hello.yaml").code == 0
+    dead, never = cli.json("runs", "list").data["runs"][::-1]
+    assert (dead["driver"]["liveness"], never["driver"]) == ("dead", None)
+    shown = cli("runs", "list").out
+    assert shown.count("no driver") == 2
+    assert "nobody drives 2 of these runs: `agentctl workers start` or `agentctl resume RUN` goes on" in shown
+    assert cli("resume", never["runId"]).code == 0
+    assert cli("cancel", dead["runId"]).code == 0
+    shown = cli("runs", "list").out
+    assert "no driver" not in shown and "nobody drives" not in shown
+
+
 def test_a_foreground_run_that_is_cancelled_elsewhere_exits_130(cli: Any) -> None:
     process = cli.start("run", "shell.yaml", "--input", script("exec sleep 60"), "--output", "json")
     wait_until(lambda: cli.database.exists() and bool(cli.json("runs", "list").data["runs"]), "there is a run")

@@ -249,6 +249,20 @@ def test_backoff_budget_pause_and_dead_drivers(world: World) -> None:
     assert world.views.status(run)["driver"]["liveness"] == "dead"
 
 
+def test_a_list_of_runs_says_who_drives_each(world: World) -> None:
+    for name, driver, alive in (("run-1", "d1", True), ("run-2", "d2", False), ("run-3", None, True)):
+        world.run(name, {"a": {}})
+        if driver is not None:
+            world.drive(name, driver, alive=alive)
+    listed = {run["runId"]: run["driver"] for run in world.views.list_runs(limit=10)["runs"]}
+    assert {name: driver and driver["liveness"] for name, driver in listed.items()} == {
+        "run-1": "alive",
+        "run-2": "dead",
+        "run-3": None,
+    }
+    assert listed == {name: world.views.status(name)["driver"] for name in listed}
+
+
 def test_waiting_tasks_are_bounded_and_counted(world: World) -> None:
     tasks: dict[str, dict[str, Any]] = {f"t{i}": {} for i in range(500)}
     tasks["all"] = {"needs": list(tasks)}

@@ -594,6 +594,20 @@ def test_export(store: Store, tmp_path: Path, unnamed: bool) -> None:
     assert names_in(folder) == ["file", "link"]
 
 
+def test_nothing_is_exported_over_what_belongs_to_the_database(store: Store, tmp_path: Path) -> None:
+    litter(store, b"hello")
+    (tmp_path / "link").symlink_to(store.path.parent)
+    own = [
+        *(store.path.name + ending for ending in (".gate", ".gate-line", ".migrate.lock", "-journal")),
+        "artifacts/.lock",
+    ]
+    for name in own:
+        with pytest.raises(UsageError, match="belongs to the database"):
+            store.artifacts.export(HELLO, tmp_path / "link" / name, overwrite=True)
+        place = store.path.parent / name
+        assert not place.exists() or not place.read_bytes()
+
+
 @pytest.mark.parametrize("overwrite", [True, False])
 def test_damaged_bytes_are_never_exported(store: Store, tmp_path: Path, unnamed: bool, overwrite: bool) -> None:
     litter(store, b"hello")

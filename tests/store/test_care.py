@@ -577,6 +577,29 @@ def test_runs_stay_when_their_artifacts_cannot_be_collected(store: Store, clock:
     assert foreseen["runs"]["removed"] == ["run-0"]
 
 
+def test_a_collection_stops_between_two_steps_and_tells_of_those_behind_it(store: Store, clock: ManualClock) -> None:
+    for number in range(3):
+        finished_run(store, f"run-{number}", {"x": b"%d" % number})
+    clock.advance(1)
+    looks = iter([False, False, *[True] * 100])
+    report = collect_runs(
+        store.database,
+        store.artifacts,
+        clock,
+        Faults(None),
+        older_than_ms=0,
+        states=STATES,
+        dry_run=False,
+        stopped=lambda: next(looks),
+    )
+    assert report["runs"]["removed"] == ["run-0", "run-1"]
+    assert (report["artifacts"]["considered"], report["artifacts"]["removed"]) == (2, [])
+    assert rows(store, "SELECT run_id FROM runs") == [("run-2",)]
+    assert_sound(store.artifacts)
+    assert gc(store, days=0)["runs"]["removed"] == ["run-2"]  # type: ignore[index]
+    assert scalar(store, "SELECT COUNT(*) FROM artifact_blobs") == 0
+
+
 def test_what_cannot_be_moved_is_told_with_its_place(store: Store, clock: ManualClock) -> None:
     """A folder in the trash under the name of a blob; the collection says so and leaves everything sound."""
     [digest] = litter(store, b"old")

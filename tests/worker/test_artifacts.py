@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import os
+import shutil
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -160,6 +163,55 @@ def test_a_workspace_whose_name_looks_like_a_glob(base: Path) -> None:
     (place / "build" / "a.csv").write_text("x")
     inside = Declared(("build/*.csv", "build/**/a.*"), str(place), (str(place),))
     assert [item.path for item in find(inside)] == ["build/a.csv"]
+
+
+FIND = """
+import sys
+from agentctl.store.errors import TaskFault
+from agentctl.worker.effects import Declared
+from agentctl.worker.effects.artifacts import find
+workspace, pattern = sys.argv[1:]
+try:
+    print(*(item.path for item in find(Declared((pattern,), workspace, (workspace + "/out",)))))
+except TaskFault as fault:
+    print(fault.code, fault.details["path"])
+"""
+
+
+@pytest.mark.skipif(os.geteuid() == 0 and shutil.which("setpriv") is None, reason="root may look everywhere")
+@pytest.mark.parametrize(
+    ("closed", "mode", "pattern", "said"),
+    [
+        ("out/deep", 0o000, "out/**/*.txt", "io_error out/deep"),
+        ("out/deep", 0o000, "out/**", "io_error out/deep"),
+        ("out/deep", 0o000, "out/*/c.txt", "io_error out/deep/c.txt"),
+        ("out/deep", 0o000, "out/*/*", "io_error out/deep"),
+        ("out/deep", 0o000, "out/deep/c*", "io_error out/deep"),
+        ("out/deep", 0o000, "out/deep/**/er/*", "io_error out/deep"),
+        ("out/deep", 0o300, "out/d*/*.txt", "io_error out/deep"),
+        ("out/deep", 0o400, "out/*/er/d.*", "io_error out/deep/er"),
+        ("out/deep/er", 0o000, "out/*/*", "out/deep/c.txt"),
+        ("out", 0o000, "out/*.txt", "io_error out"),
+        ("out/deep", 0o000, "out/*.txt", "out/a.txt out/b.txt"),
+        ("out/deep", 0o000, "out/*", "out/a.txt out/b.txt"),
+        ("in", 0o000, "**/a.txt", "out/a.txt"),
+        ("in", 0o000, "*/a.txt", "out/a.txt"),
+    ],
+)
+def test_a_folder_that_cannot_be_looked_into_is_not_left_out_in_silence(
+    base: Path, closed: str, mode: int, pattern: str, said: str
+) -> None:
+    """What a container or another user has left there would be missing, and the task would have succeeded. Where
+    nothing could be kept anyway, closed folders matter to nobody."""
+    (base / "w" / "in").mkdir()
+    prefix = [] if os.geteuid() else ["setpriv", "--bounding-set=-dac_override,-dac_read_search"]
+    (base / "w" / closed).chmod(mode)
+    try:
+        command = [*prefix, sys.executable, "-c", FIND, os.path.realpath(base / "w"), pattern]
+        ran = subprocess.run(command, capture_output=True, text=True, check=True, timeout=60)
+    finally:
+        (base / "w" / closed).chmod(0o700)
+    assert ran.stdout.strip() == said
 
 
 def test_too_many(base: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -15,6 +15,7 @@ import pytest
 from agentctl.store.canonical import canonical, effect_id, input_digest
 from agentctl.store.clock import SystemClock
 from agentctl.store.database import Database
+from agentctl.store.engine import Store
 from agentctl.store.errors import TaskFault
 from agentctl.store.gate import record_locks
 from agentctl.store.policy import Policy, policy_name_of
@@ -154,6 +155,48 @@ def test_the_files_of_the_database_are_left_to_sqlite(base: Path, kind: str, nam
         database.close()
     (base / "w" / "run.db-wal").write_text("nobody's")
     assert execute(planned(read(base, "run.db-wal"))).status == "succeeded"
+
+
+@pytest.mark.parametrize("way", ["w", "link", "w/../link"])
+def test_nothing_is_written_where_the_database_has_its_own(base: Path, way: str) -> None:
+    """A gate that is replaced is a gate for some and another one for the rest; the same with locks, sockets, blobs."""
+    (base / "link").symlink_to("w")
+    database = base / "w" / "run.db"
+    store = Store(database, SystemClock(), create=True)
+    wake = store.wakes.listen("somebody")
+    try:
+        with store.artifacts.blobs.locked(), store.artifacts.blobs.locked(".collect.lock"):
+            pass
+        (base / "w" / "artifacts" / "mine").write_text("of the user")
+        own = [path for path in sorted((base / "w").rglob("*")) if path.name not in ("artifacts", "mine")]
+        assert {path.name for path in own} >= {"run.db.gate", "run.db.gate-line", "somebody", "sha256", ".lock"}
+        before = {path: path.stat().st_ino for path in own}
+        policy = {"workspaceRoot": way, "writableRoots": ["."]}
+        names = [str(path.relative_to(base / "w")) for path in own]
+        for name in [*names, "run.db-journal", "run.db.wake/new", "artifacts/sha256/ab/cd"]:
+            fault = refused(write(base, name, policy=policy))
+            assert (fault.code, "belongs to the database" in fault.message) == ("policy_denied", True), name
+        assert {path: path.stat().st_ino for path in own} == before
+        for name in ("run.db.txt", "sub/run.db.gate", "artifacts/mine", "artifacts/sub/tmp"):
+            assert execute(planned(write(base, name, policy=policy))).status == "succeeded", name
+    finally:
+        wake.close()
+        store.close()
+    assert execute(planned(write(base, "run.db.gate", policy=policy))).status == "succeeded", "nobody's any more"
+
+
+def test_a_link_that_comes_to_lead_to_the_gate_is_not_followed(base: Path) -> None:
+    store = Store(base / "w" / "run.db", SystemClock(), create=True)
+    try:
+        (base / "w" / "state").mkdir()
+        plan = planned(write(base, "state/run.db.gate", policy={"writableRoots": ["."]}))
+        (base / "w" / "state").rmdir()
+        (base / "w" / "state").symlink_to(".")
+        outcome = execute(plan)
+        assert outcome.error is not None and outcome.error["code"] == "policy_denied"
+        assert (base / "w" / "run.db.gate").read_bytes() == b""
+    finally:
+        store.close()
 
 
 def test_the_kernel_resolves_paths_as_the_library_does(tmp_path: Path) -> None:

@@ -6,18 +6,20 @@ Choices that the contract leaves open:
   a glob may match nothing, and what is there under its very name is what it means. `**` matches folders of any depth;
   names that begin with a dot are matched only by patterns that say so.
 - **What counts**: regular files whose resolved place is under a writable root. Folders that a glob matches are passed
-  over; anything else, a symbolic link say, fails the task instead of being left out in silence.
+  over; anything else, a symbolic link say, fails the task instead of being left out in silence. So does a folder under
+  a writable root that cannot be looked into.
 - **Logical path**: below the workspace relative to it, else absolute. It has to be UTF-8 without control characters.
 """
 
 from __future__ import annotations
 
 import errno
+import fnmatch
 import os
 import stat
 from collections.abc import Iterator
 from dataclasses import dataclass
-from glob import has_magic, iglob
+from glob import has_magic
 from typing import Final
 from unicodedata import category
 
@@ -34,6 +36,8 @@ MAX_ARTIFACTS: Final = 10_000
 _DEEP: Final = "**"
 CONTROLS: Final = ("Cc", "Zl", "Zp")
 """Control characters and separators of lines. Blanks of other scripts and joined signs stand in names of files."""
+
+_NOTHING_THERE: Final = (errno.ENOENT, errno.ENOTDIR, errno.ELOOP, errno.ENAMETOOLONG)
 
 _FLAGS: Final = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_NOCTTY
 
@@ -57,7 +61,7 @@ def find(declared: Declared) -> list[Found]:
     """
     found: dict[str, Found] = {}
     for pattern in declared.patterns:
-        for place in _matches(pattern, declared.workspace):
+        for place in _matches(pattern, declared):
             item = _examine(place, declared, required=not has_magic(pattern))
             if item is not None:
                 found[item.path] = item
@@ -93,47 +97,83 @@ def refuse_out_of_reach(declared: Declared) -> None:
             )
 
 
-def _matches(pattern: str, workspace: str) -> Iterator[str]:
-    whole = os.path.join(workspace, pattern)
+def _matches(pattern: str, declared: Declared) -> Iterator[str]:
+    whole = os.path.join(declared.workspace, pattern)
     if not has_magic(pattern) or os.path.lexists(whole):
         yield whole  # `report [1].pdf` is a name as well, and where there is such a file it is the one that is meant
         return
     parts = [part for part in pattern.split("/") if part not in ("", ".")]
     if pattern.endswith("/"):
         parts.append("")  # folders alone
-    yield from _below("/" if pattern.startswith("/") else workspace, parts)
+    yield from _below("/" if pattern.startswith("/") else declared.workspace, parts, declared)
 
 
-def _below(folder: str, parts: list[str]) -> Iterator[str]:
+def _below(folder: str, parts: list[str], declared: Declared) -> Iterator[str]:
     """What the parts of a pattern match below a folder, whose own name means itself."""
-    if _DEEP not in parts:
-        found = iglob("/".join(parts), root_dir=folder)
-        yield from (os.path.join(folder, name) for name in found)
-        return
-    before, after = parts[: parts.index(_DEEP)], parts[parts.index(_DEEP) + 1 :]
-    tops = [folder] if not before else (os.path.join(folder, name) for name in iglob("/".join(before), root_dir=folder))
-    for top in tops:
-        for place in _folders(top):
-            yield from _below(place, after or ["*"])
+    part, rest = parts[0], parts[1:]
+    if part == _DEEP:
+        for place in _folders(folder, declared):
+            yield from _below(place, rest or ["*"], declared)
+    elif not has_magic(part):
+        place = os.path.join(folder, part)
+        if rest:
+            yield from _below(place, rest, declared)
+        elif _status(place, declared) is not None:
+            yield place
+    else:
+        names = [entry.name for entry in _entries(folder, declared) or ()]
+        for name in fnmatch.filter((name for name in names if part[0] == "." or name[0] != "."), part):
+            place = os.path.join(folder, name)
+            if rest:
+                yield from _below(place, rest, declared)
+            else:
+                yield place
 
 
-def _folders(top: str) -> Iterator[str]:
+def _folders(top: str, declared: Declared) -> Iterator[str]:
     """A folder and those below it, without hidden ones. Links are followed, and each folder comes once: two links that
     lead upwards would make more paths than anybody can walk."""
     seen: set[tuple[int, int]] = set()
     pending = [top]
     while pending:
         place = pending.pop()
-        try:
-            status = os.stat(place)
-            if (status.st_dev, status.st_ino) in seen:
-                continue
-            seen.add((status.st_dev, status.st_ino))
-            with os.scandir(place) as entries:
-                pending += [entry.path for entry in entries if not entry.name.startswith(".") and entry.is_dir()]
-        except OSError:
-            continue  # gone, no folder, or closed to us: nothing below it can be matched
+        status = _status(place, declared, follow=True)
+        if status is None or (status.st_dev, status.st_ino) in seen:
+            continue
+        seen.add((status.st_dev, status.st_ino))
+        entries = _entries(place, declared)
+        if entries is None:
+            continue
+        pending += [entry.path for entry in entries if not entry.name.startswith(".") and entry.is_dir()]
         yield place
+
+
+def _entries(folder: str, declared: Declared) -> list[os.DirEntry[str]] | None:
+    """What is in a folder; None for what is none, or is gone."""
+    try:
+        with os.scandir(folder) as entries:
+            return list(entries)
+    except OSError as error:
+        _pass_over(folder, declared, error)
+        return None
+
+
+def _status(place: str, declared: Declared, *, follow: bool = False) -> os.stat_result | None:
+    try:
+        return os.stat(place, follow_symlinks=follow)
+    except OSError as error:
+        _pass_over(place, declared, error)
+        return None
+
+
+def _pass_over(place: str, declared: Declared, error: OSError) -> None:
+    """Return if nothing that is wanted can be at a place. Raise `io_error` if it is under a writable root and cannot be
+    looked at (it is closed to us, the disk has a fault): nobody would notice what is left out."""
+    if error.errno in _NOTHING_THERE:
+        return
+    resolved = os.path.realpath(place)
+    if writable(resolved, declared.roots):
+        raise io_fault(logical_path(resolved, declared.workspace), error) from error
 
 
 def _examine(place: str, declared: Declared, *, required: bool) -> Found | None:

@@ -26,6 +26,7 @@ from .paths import (
     path_field,
     refuse_database,
     refuse_file_of_database,
+    refuse_place_of_database,
     resolve_readable,
     workspace_of,
     writable_roots_of,
@@ -197,7 +198,8 @@ def _asked(work: Work) -> tuple[str, str, bytes]:
 
 
 def _resolve_writable(path: str, workspace: str, roots: tuple[str, ...]) -> tuple[str, str]:
-    """(writable root, target), both resolved: the root that the target is under. Raises `policy_denied`."""
+    """(writable root, target), both resolved: the root that the target is under. Raises `policy_denied`, and
+    `invalid_input` for a root."""
     refuse_dotdot(path)
     resolved = os.path.realpath(os.path.join(workspace, path))
     if not writable(resolved, roots):
@@ -205,6 +207,7 @@ def _resolve_writable(path: str, workspace: str, roots: tuple[str, ...]) -> tupl
     root = max((root for root in roots if is_inside(resolved, root)), key=len)
     if root == resolved:
         raise TaskFault("invalid_input", f"{path!r} is a writable root, not a file in it", details={"path": path})
+    refuse_place_of_database(path, resolved)
     return root, resolved
 
 

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from agentctl.store.errors import TaskFault
-from agentctl.store.filesystem import belongs_to_open_database
+from agentctl.store.filesystem import belongs_to_open_database, is_place_of_open_database
 from agentctl.store.policy import readable, refuse_dotdot
 
 from . import Work
@@ -92,6 +92,17 @@ def refuse_file_of_database(path: str, status: os.stat_result) -> None:
         raise TaskFault(
             "policy_denied",
             f"{path!r} is a file of the database of this run, which nothing but SQLite may open",
+            details={"path": path},
+        )
+
+
+def refuse_place_of_database(path: str, resolved: str) -> None:
+    """Raise `policy_denied` when `resolved`, `path` in messages, is where something of the database of this worker
+    stands or may come to stand: its gate and other locks, its sockets, its artifacts."""
+    if is_place_of_open_database(resolved):
+        raise TaskFault(
+            "policy_denied",
+            f"{path!r} belongs to the database of this run, which nothing else may write",
             details={"path": path},
         )
 
