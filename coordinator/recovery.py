@@ -682,19 +682,18 @@ class _Planner:
         work = fresh_work(self.target, fresh, interactive=False)
         plan.effects = {**work["freshEffectSummary"], "uncertainSourceEffects": open_ends}
         plan.approvals = work["approvalSummary"]
-        plan.warnings += self.gathering(plan.roots)
+        plan.warnings += self.gathering(plan)
         plan.warnings += self.warnings(fresh, open_ends, not plan.compatible)
 
-    def gathering(self, roots: Iterable[str]) -> Iterable[str]:
-        """Roots that execute nothing: aggregates, of which nothing that they stand for is executed again.
+    def gathering(self, plan: RecoveryPlan) -> Iterable[str]:
+        """Named roots that execute nothing: aggregates of which all that they stand for is reused.
 
         Who names a fan-out, a loop or a call by its own id means its tasks, mostly.
         """
-        for name in roots:
+        reused = {task.source.task_id for task in plan.reused}
+        for name in () if plan.failed_only else plan.roots:
             task = self.target.tasks.get(name)
-            if task is None or task.uses_kind not in AGGREGATES or self.closure.intersection(task.needs):
-                continue
-            if task.needs:
+            if task is not None and task.uses_kind in AGGREGATES and task.needs and reused.issuperset(task.needs):
                 again = f"`--from '{name}--*' --restart-successful` executes them again"
                 yield f"{name} only puts together what its tasks have come to, and these are reused; {again}"
 

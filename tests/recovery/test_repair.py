@@ -326,6 +326,10 @@ def test_who_names_what_only_gathers_is_told_how_to_name_its_tasks(place: Place)
         for roots in ((f"{name}--*",), (name, f"{name}--*"), ("alone",)):
             words = [word for root in roots for word in ("--from", root)]
             assert place.plan("retry", file, source, *words, "--restart-successful")["warnings"] == []
+    # A new item says by itself what has to be named.
+    more = place.edit(file, "more.yaml", (("spec", "tasks", 0, "foreach", "items"), [1, 2, 3]))
+    plan = place.plan("repair", more, source, "--from", "each", "--restart-successful", compatible=False)
+    assert plan["warnings"] == [] and "new_task_outside_repair_closure" in rules(plan).values()
     before = place.labels()
     place.derive("retry", file, source, "--from", "each--*", "--restart-successful")
     assert sorted(set(place.labels()[len(before) :])) == ["each-1", "each-2"]
