@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from contextlib import closing
 from typing import TYPE_CHECKING, Any
 
 import click
-from agentctl.store.errors import UsageError
+from agentctl.store.errors import ConflictError, UsageError
 from agentctl.store.faults import Faults
 
 from .documents import read_json_file
@@ -73,44 +74,63 @@ def approvals_list(settings: Settings, run_name: str | None, everything: bool) -
 
 
 @approvals.command("approve")
-@click.argument("name", metavar="ID")
+@click.argument("names", nargs=-1, required=True, metavar="ID...")
 @_actor_option
 @click.option("--reason", default="", metavar="TEXT", help="Why; kept in the audit trail.")
 @pass_settings
-def approvals_approve(settings: Settings, name: str, actor: str, reason: str) -> None:
+def approvals_approve(settings: Settings, names: tuple[str, ...], actor: str, reason: str) -> None:
     """Approve: the action is carried out, once. A live coordinator goes on by itself; else `resume` does.
 
-    Exit 5 when somebody has decided before.
+    Several are approved together, all of them or none. Exit 5 when somebody has decided before.
     """
-    _resolve(settings, name, approve=True, actor=actor, reason=reason)
+    _resolve(settings, names, approve=True, actor=actor, reason=reason)
 
 
 @approvals.command("reject")
-@click.argument("name", metavar="ID")
+@click.argument("names", nargs=-1, required=True, metavar="ID...")
 @_actor_option
 @click.option("--reason", default="", metavar="TEXT", help="Why; kept in the audit trail.")
 @pass_settings
-def approvals_reject(settings: Settings, name: str, actor: str, reason: str) -> None:
-    """Reject: the action is never carried out, and its task fails. Exit 5 when somebody has decided before."""
-    _resolve(settings, name, approve=False, actor=actor, reason=reason)
+def approvals_reject(settings: Settings, names: tuple[str, ...], actor: str, reason: str) -> None:
+    """Reject: the action is never carried out, and its task fails.
+
+    Several are rejected together, all of them or none. Exit 5 when somebody has decided before.
+    """
+    _resolve(settings, names, approve=False, actor=actor, reason=reason)
 
 
-def _resolve(settings: Settings, name: str, *, approve: bool, actor: str, reason: str) -> None:
+def _resolve(settings: Settings, names: Sequence[str], *, approve: bool, actor: str, reason: str) -> None:
     if not actor.strip():
         raise UsageError("--actor must not be empty")
     faults = Faults.from_environment()
     with until_told():
         with closing(open_store(settings)) as store:
-            approval_id = views_of(store).find_approval(name)
+            views = views_of(store)
+            wanted = list(dict.fromkeys(views.find_approval(name) for name in names))
             faults.reach("before_decision")
-            run_id = store.resolve_approval(approval_id, approve=approve, actor=actor, reason=reason)
+            try:
+                run_ids = store.resolve_approvals(wanted, approve=approve, actor=actor, reason=reason)
+            except ConflictError as error:
+                if len(wanted) == 1:
+                    raise
+                message = f"{error.message}; none of the {len(wanted)} was answered now"
+                raise ConflictError(message, remedy=error.remedy, run_id=error.run_id) from None
             faults.reach("after_decision")
-            diagnostics = warn_undriven(settings, store, run_id)
+            diagnostics = [item for run_id in dict.fromkeys(run_ids) for item in warn_undriven(settings, store, run_id)]
         status = "approved" if approve else "rejected"
-        data = {"approvalId": approval_id, "status": status, "runId": run_id}
-        Printer(settings).result(
-            "ApprovalResolution", data, lambda out: out.line(f"{approval_id} of {run_id} is {status}"), diagnostics
-        )
+        decided = [
+            {"approvalId": approval_id, "status": status, "runId": run_id}
+            for approval_id, run_id in zip(wanted, run_ids, strict=True)
+        ]
+
+        def human(out: Printer) -> None:
+            for item in decided:
+                out.line(f"{item['approvalId']} of {item['runId']} is {status}")
+
+        if len(names) == 1:
+            Printer(settings).result("ApprovalResolution", decided[0], human, diagnostics)
+        else:
+            Printer(settings).result("ApprovalResolutions", {"resolutions": decided}, human, diagnostics)
 
 
 # -- effects -----------------------------------------------------------------------------------------------------

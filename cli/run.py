@@ -222,7 +222,7 @@ def _submit(
             actor=ACTOR,
             interactive=interactive,
             check=check,
-            show_diff=True if diff else (False if check else None),
+            diff=diff,
         )
     except BaseException:
         store.close()

@@ -455,6 +455,7 @@ def _new_run(
         "actions": actions,
         "policy": policy,
         "showDiff": bool(before.get("showDiff", plan.show_diff)),
+        "diff": bool(before.get("diff", False)),
         "interactive": False,
         "keepsArtifacts": keeps_artifacts(derived),
         "forceEffect": True,

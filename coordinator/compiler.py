@@ -219,6 +219,7 @@ class _Compiler:
         self.given = self.captured.given
         self.found: dict[tuple[Any, ...], Diagnostic] = {}
         self.schemas_seen: set[int] = set()
+        self.returned: set[str] = set()
         self._check_inputs(inputs)
         self.inputs = merge_inputs(self.spec.inputs, inputs)
         self.vars = workflow_variables(document)
@@ -858,6 +859,8 @@ class _Compiler:
         # What nothing calls has the place of its definition, and no call that could be wrong.
         if source.role == "subworkflow_input" and source.path[-2:] != ("subworkflows", source.workflow):
             self.check_call(source)
+        if source.role == "subworkflow_aggregate":
+            self.check_returned(source)
         self.memory_keys(source, references)
 
     def check_call(self, source: _Source) -> None:
@@ -870,6 +873,17 @@ class _Compiler:
             path = (*source.path, "with", *place) if place and place[0] in source.given else (*source.path, "with")
             message = f"the inputs of the call do not fit inputSchema of {source.workflow!r}: {error.message[:300]}"
             self.report("schema_violation", message, path, help="give what inputSchema wants, or correct it there")
+
+    def check_returned(self, source: _Source) -> None:
+        """Outputs of a sub-workflow that are all known hold to outputSchema here already; told once for all calls."""
+        values, schema, name = source.input, source.task.output_schema, source.workflow
+        if schema is None or name in self.returned or has_template(values) or _schema_problem(schema) is not None:
+            return
+        self.returned.add(name)
+        for error in _validator(schema).iter_errors(values):
+            path = ("spec", "subworkflows", name, "outputs", *error.instance_path)
+            message = f"the outputs of {name!r} do not fit its outputSchema: {error.message[:300]}"
+            self.report("schema_violation", message, path, help="give what outputSchema promises, or correct it there")
 
     def check_loop(self, source: _Source, ids: set[str], references: set[Ref]) -> frozenset[Ref]:
         """The guard of a loop. `references` are those of the variables, which its last decision reads as well."""

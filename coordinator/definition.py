@@ -855,7 +855,7 @@ class OutputOptions(Part):
     """Presentation only."""
 
     verbose: bool = Field(default=False, description="Print more, as --verbose does.")
-    show_diff: bool = Field(default=True, description="Print diffs of writes.")
+    show_diff: bool = Field(default=True, description="Show a diff of each write that waits for an approval.")
 
 
 class Spec(Part):

@@ -76,6 +76,9 @@ USES_KINDS = frozenset(
 )
 """What a compiled task can be (contract 2.11). All but actions and agents are evaluated by the driver."""
 
+AGGREGATES = frozenset({"aggregate", "loop_aggregate", "subworkflow_aggregate"})
+"""Those that have the id of a fan-out, of a loop or of a call, and put together what the tasks of that have come to."""
+
 
 @dataclass(frozen=True, slots=True)
 class CompiledTask:

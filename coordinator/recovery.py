@@ -26,7 +26,7 @@ from agentctl.store.records import TASK_METADATA_VERSION, TaskRow
 from agentctl.store.states import MUTATING, REPEATABLE_IDEMPOTENCY
 
 from .fresh_work import fresh_work
-from .plan import MEMORY_WRITERS, CompiledTask, Plan
+from .plan import AGGREGATES, MEMORY_WRITERS, CompiledTask, Plan
 from .plan_index import PlanIndex, contract_of
 from .recovery_plan import (
     WORKFLOW,
@@ -682,7 +682,20 @@ class _Planner:
         work = fresh_work(self.target, fresh, interactive=False)
         plan.effects = {**work["freshEffectSummary"], "uncertainSourceEffects": open_ends}
         plan.approvals = work["approvalSummary"]
+        plan.warnings += self.gathering(plan)
         plan.warnings += self.warnings(fresh, open_ends, not plan.compatible)
+
+    def gathering(self, plan: RecoveryPlan) -> Iterable[str]:
+        """Named roots that execute nothing: aggregates of which all that they stand for is reused.
+
+        Who names a fan-out, a loop or a call by its own id means its tasks, mostly.
+        """
+        reused = {task.source.task_id for task in plan.reused}
+        for name in () if plan.failed_only else plan.roots:
+            task = self.target.tasks.get(name)
+            if task is not None and task.uses_kind in AGGREGATES and task.needs and reused.issuperset(task.needs):
+                again = f"`--from '{name}--*' --restart-successful` executes them again"
+                yield f"{name} only puts together what its tasks have come to, and these are reused; {again}"
 
     def warnings(self, fresh: Sequence[CompiledTask], open_ends: int, blocked: bool) -> Iterable[str]:
         yield from done_before(self.source.done_elsewhere, self.closure)

@@ -57,15 +57,15 @@ def budget_limits(budget: Mapping[str, Any]) -> dict[str, int]:
 class Circumstances:
     """How a run is to be made, whatever it is made from.
 
-    `interactive` says that a person is there, so that `policy.nonInteractive` does not apply. `show_diff` says whether
-    writes record a diff, instead of `spec.output.showDiff`.
+    `interactive` says that a person is there, so that `policy.nonInteractive` does not apply. `diff` is the
+    `--diff` of the command: outputs of writes have one. `spec.output.showDiff` decides what people are shown only.
     """
 
     base_path: Path
     actor: str
     priority: int = 0
     interactive: bool = False
-    show_diff: bool | None = None
+    diff: bool = False
 
 
 def new_run(
@@ -84,7 +84,8 @@ def new_run(
     settings = {
         "actions": plan.actions,
         "policy": plan.policy,
-        "showDiff": plan.show_diff if how.show_diff is None else how.show_diff,
+        "showDiff": how.diff if check else plan.show_diff,
+        "diff": how.diff,
         "interactive": how.interactive,
         "keepsArtifacts": keeps_artifacts(plan),
     }
@@ -162,7 +163,7 @@ def submit(
     actor: str,
     interactive: bool = False,
     check: bool = False,
-    show_diff: bool | None = None,
+    diff: bool = False,
     faults: Faults | None = None,
 ) -> Submission:
     """Create the run of a plan, in one durable transaction.
@@ -170,7 +171,7 @@ def submit(
     `inputs` are the merged inputs; the rest is as in `Circumstances`. With `check` nothing outside is changed
     (contract 3, check mode). Raises `ConflictError` when the idempotency key belongs to other content.
     """
-    how = Circumstances(base_path, actor, priority, interactive, show_diff)
+    how = Circumstances(base_path, actor, priority, interactive, diff)
     new = replace(new_run(document, plan, inputs, how, ids=ids, check=check), idempotency_key=idempotency_key)
     run_id, created = store.create_run(new)
     (faults or Faults.from_environment()).reach("after_create_run")

@@ -155,6 +155,7 @@ def uncalled(spec: Spec, tasks: Sequence[Declared]) -> Iterator[tuple[str, list[
                 else:
                     found += _call(spec, task, called, at, inner, prefixes, _silent, closed=True)
             end = {"needs": [item.task.id for item in found], "with_": inner.value(sub.outputs)}
+            end["output_schema"] = sub.output_schema
             yield name, [*found, Declared("subworkflow_aggregate", call.model_copy(update=end), place, inner, name)]
 
 

@@ -328,12 +328,19 @@ class Store:
 
     def resolve_approval(self, approval_id: str, *, approve: bool, actor: str, reason: str) -> str:
         """Decide an approval (see `approvals.resolve`); the run's id. Durable."""
+        return self.resolve_approvals([approval_id], approve=approve, actor=actor, reason=reason)[0]
+
+    def resolve_approvals(self, approval_ids: Sequence[str], *, approve: bool, actor: str, reason: str) -> list[str]:
+        """Decide several approvals the same way, all of them or none; the id of the run of each. Durable."""
         with self.database.write(durable=True) as tx:
-            run_id, driver = approvals.resolve(
-                tx, approval_id, approve=approve, actor=actor, reason=reason, now=self.clock.now()
-            )
-        self._wake_those_who_drive(driver)
-        return run_id
+            now = self.clock.now()
+            decided = [
+                approvals.resolve(tx, approval_id, approve=approve, actor=actor, reason=reason, now=now)
+                for approval_id in approval_ids
+            ]
+        for driver in dict.fromkeys(driver for _, driver in decided):
+            self._wake_those_who_drive(driver)
+        return [run_id for run_id, _ in decided]
 
     def reconcile(self, new: NewReconciliation) -> str:
         """Append a conclusion about an effect (see `reconciliations.reconcile`); the run's id. Durable."""

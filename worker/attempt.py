@@ -97,6 +97,7 @@ class RunSettings:
     actions: dict[str, Any]
     policy: policies.Policy
     show_diff: bool
+    record_diff: bool
     base_path: str
     workspace: str
     interactive: bool
@@ -135,6 +136,7 @@ def work_of(
         base_path=settings.base_path,
         policy=settings.policy,
         show_diff=settings.show_diff,
+        record_diff=settings.record_diff,
         workspace=settings.workspace,
         long_term=settings.long_term,
         prices=settings.prices,
@@ -309,6 +311,8 @@ class AttemptRunner:
                 data["actions"],
                 policy,
                 bool(data["showDiff"]),
+                # Runs from before there was `diff` go on as they began.
+                bool(data.get("diff", data["showDiff"])),
                 base_path,
                 workspace,
                 bool(data.get("interactive", False)),

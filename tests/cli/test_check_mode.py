@@ -7,6 +7,7 @@ import hashlib
 from pathlib import Path
 from typing import Any
 
+import pytest
 from support.children import wait_until
 from support.scale import some
 
@@ -297,12 +298,27 @@ def test_a_pool_carries_out_a_check_as_carefully(cli: Any) -> None:
         pool.communicate(timeout=60)
 
 
-def test_diff_of_a_real_run_is_recorded(cli: Any) -> None:
-    spec = "  output: {showDiff: false}\n  tasks: [{id: w, uses: action:write, with: {path: out/a, content: x}}]\n"
+@pytest.mark.parametrize("shown", [True, False])
+def test_the_output_of_a_write_has_a_diff_only_with_diff(cli: Any, shown: bool) -> None:
+    """`showDiff` is about what people see, and changes no result (contract 1.3 and 3)."""
+    options = f"  output: {{showDiff: {str(shown).lower()}}}\n"
+    spec = options + "  tasks: [{id: w, uses: action:write, with: {path: out/a, content: x}}]\n"
     cli.write("flow.yaml", HEAD.replace("APPROVAL", "never") + spec)
     assert cli.json("run", "flow.yaml").data["output"]["w"]["diff"] is None
     (cli.folder / "out/a").unlink()
     assert "+x" in cli.json("run", "flow.yaml", "--diff").data["output"]["w"]["diff"]
+
+
+@pytest.mark.parametrize("shown", [True, False])
+def test_an_approval_shows_a_diff_unless_the_document_says_otherwise(cli: Any, shown: bool) -> None:
+    options = f"  output: {{showDiff: {str(shown).lower()}}}\n"
+    spec = options + "  tasks: [{id: w, uses: action:write, with: {path: out/a, content: x}}]\n"
+    cli.write("flow.yaml", HEAD.replace("APPROVAL", "mutations") + spec)
+    assert cli.json("run", "flow.yaml").code == 3
+    (asked,) = cli.json("approvals", "list").data["approvals"]
+    assert ("+x" in (asked["expectedEffect"]["diff"] or "")) is shown
+    assert cli("approvals", "approve", asked["approvalId"]).code == 0
+    assert cli.json("resume", asked["runId"]).data["output"]["w"]["diff"] is None
 
 
 # ---------------------------------------------------------------------- control flow

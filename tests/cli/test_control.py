@@ -130,6 +130,33 @@ def test_answers_do_not_pass_the_limit_of_places(field: Field) -> None:
     field.check_clean_end(drained=[pool])
 
 
+def test_several_items_of_a_fan_out_are_answered_together(field: Field) -> None:
+    """Each item asks for itself; one command answers for those that it names, all of them or none."""
+    file = field.workflow("gate", [field.tick_fan("a", 4, idempotent=False, failure="continue")], **GATED)
+    run_id = field.json("run", file).data["runId"]
+    one, two, three, four = pending(field, run_id)
+    result = field.json("approvals", "approve", two, one, two, "--actor", "ann", "--reason", "looked at both")
+    assert (result.code, json.loads(result.out)["kind"]) == (0, "ApprovalResolutions")
+    assert result.data["resolutions"] == [
+        {"approvalId": name, "status": "approved", "runId": run_id} for name in (two, one)
+    ]
+    assert len(json.loads(result.out)["diagnostics"]) == 1, "that nobody drives the run is told once"
+    assert pending(field, run_id) == [three, four]
+    assert field.json("resume", run_id).code == 3
+    assert len(field.lines()) == 2
+    decided = field.rows("SELECT resolved_by, resolution_reason FROM approvals WHERE status = 'approved'")
+    assert decided == [("ann", "looked at both")] * 2
+    refused = field.json("approvals", "reject", three, one)
+    assert (refused.code, refused.error["code"]) == (5, "conflict")
+    assert "ann" in refused.error["message"] and "none of the 2" in refused.error["message"]
+    assert field.json("approvals", "reject", three, "approval-of-nobody").code == 5
+    assert pending(field, run_id) == [three, four], "the answer to an earlier one is not kept when a later one fails"
+    assert field.json("approvals", "reject", three, four).code == 0
+    assert field.json("resume", run_id).code == 4
+    assert len(field.lines()) == 2
+    field.check_clean_end()
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_two_shells_that_answer_at_one_instant_make_one_decision(field: Field) -> None:

@@ -287,6 +287,23 @@ def test_a_damaged_provenance(copy: tuple[Place, str], damage: str) -> None:
     assert place.json("db", "verify").code != 0
 
 
+@pytest.mark.parametrize("superseded", [False, True])
+def test_an_effect_that_was_given_up_blocks_no_second_reuse_either(copy: tuple[Place, str], superseded: bool) -> None:
+    """What a repeatable effect that was repeated has left behind is known as such in the provenance, too."""
+    place, run_id = copy
+    place.text("ok", "")
+    derived = place.derive("retry", "rich.yaml", run_id, "--failed", "--workspace", ".")["runId"]
+    sql = "SELECT reuse_decision_json FROM tasks WHERE run_id = ? AND task_id = 'twice'"
+    decision = json.loads(place.scalar(sql, derived))
+    decision["sourceEffects"][0] |= {"status": "uncertain", "confirmed": False, "superseded": superseded}
+    place.forge_task(derived, "twice", reuse_decision_json=json.dumps(decision))
+    plan = place.plan("repair", "rich.yaml", derived, "--from", "below", compatible=False)
+    found = blocks(plan)
+    assert found.pop("below") == "successful_root_requires_acknowledgement"
+    assert found.get("twice") == (None if superseded else "unresolved_reused_effect")
+    assert ("twice" in plan["reusedTasks"]) is superseded
+
+
 def test_a_compensation_that_came_after_the_first_reuse(copy: tuple[Place, str]) -> None:
     """The source of a source: what was concluded about its effects counts for whoever reuses its results again."""
     place, run_id = copy
@@ -327,14 +344,18 @@ def test_a_forged_output(copy: tuple[Place, str], with_digest: bool) -> None:
     assert place.refused("retry", "rich.yaml", run_id, "--failed").code == 3
 
 
-def test_an_output_that_breaks_its_contract(copy: tuple[Place, str]) -> None:
-    """A forger who is careful: output, digest and the whole chain fit one another, and the contract still does not."""
+@pytest.mark.parametrize("task", ["shape", "twice"])
+def test_an_output_that_breaks_its_contract(copy: tuple[Place, str], task: str) -> None:
+    """A forger who is careful: output, digest and the whole chain fit one another, and the contract still does not.
+
+    That of `shape` is its `outputSchema`, that of `twice` the one of every action: an object.
+    """
     place, run_id = copy
-    old = place.scalar("SELECT output_digest FROM tasks WHERE run_id = ? AND task_id = 'shape'", run_id)
-    place.forge_task(run_id, "shape", output_json="[1]", output_digest=text_digest("[1]"))
+    old = place.scalar("SELECT output_digest FROM tasks WHERE run_id = ? AND task_id = ?", run_id, task)
+    place.forge_task(run_id, task, output_json="[1]", output_digest=text_digest("[1]"))
     place.forge_chain(run_id, old, text_digest("[1]"))
     plan = place.plan("retry", "rich.yaml", run_id, "--failed", compatible=False)
-    assert blocks(plan)["shape"] == "output_contract_validation"
+    assert blocks(plan)[task] == "output_contract_validation"
 
 
 def blob(place: Place) -> Path:
@@ -424,7 +445,8 @@ def test_a_damaged_history(copy: tuple[Place, str], statement: str) -> None:
     """Whatever does not fit the chain of checkpoints is damage, and nothing is taken from such a run."""
     place, run_id = copy
     place.forge(statement)
-    for verb, *options in (["retry", "--failed"], ["repair", "--from", "bad"]):
+    # The last one is blocked in a sound history: what was read is held to the chain before anything is made of it.
+    for verb, *options in (["retry", "--failed"], ["repair", "--from", "bad"], ["repair", "--from", "shape"]):
         result = place.refused(verb, "rich.yaml", run_id, *options)
         assert (result.code, result.error["code"]) == (5, "corrupt"), result.err
     if "documents" in statement:

@@ -288,3 +288,48 @@ def test_one_root_names_all_items_of_a_fan_out(place: Place) -> None:
     )
     everything = place.plan("repair", changed, source, "--from", "*", "--restart-successful", compatible=False)
     assert rules(everything) == {"before": "unreconciled_effect"}, "what must not happen twice stays what it is"
+
+
+def test_who_names_what_only_gathers_is_told_how_to_name_its_tasks(place: Place) -> None:
+    """A fan-out, a loop or a call by its own id is its aggregate: to execute that again executes no action."""
+    tick = {"uses": "action:tick-i"}
+    tasks: list[dict[str, Any]] = [
+        {
+            "id": "each",
+            **tick,
+            "foreach": {"items": [1, 2]},
+            "with": {"args": [str(place.ledger), "each-${{ vars.item }}", "0"]},
+        },
+        {
+            "id": "loop",
+            **tick,
+            "loop": {"maxIterations": 2, "while": "${{ vars.loopIndex < 2 }}"},
+            "with": {"args": [str(place.ledger), "loop-${{ vars.loopIndex }}", "0"]},
+        },
+        {"id": "call", "uses": "workflow:inner", "with": {}},
+        place.tick_task("alone", idempotent=True),
+    ]
+    inner = {
+        "version": "1.0.0",
+        "inputSchema": {"type": "object"},
+        "outputSchema": {"type": "object"},
+        "outputs": {},
+        "tasks": [{"id": "in", **tick, "with": {"args": [str(place.ledger), "in", "0"]}}],
+    }
+    file = place.workflow("gathering", tasks, subworkflows={"inner": inner})
+    source = place.go(file)
+    for name in ("each", "loop", "call"):
+        plan = place.plan("retry", file, source, "--from", name, "--restart-successful")
+        assert plan["rerunTasks"] == [name]
+        [warning] = plan["warnings"]
+        assert f"--from '{name}--*' --restart-successful`" in warning
+        for roots in ((f"{name}--*",), (name, f"{name}--*"), ("alone",)):
+            words = [word for root in roots for word in ("--from", root)]
+            assert place.plan("retry", file, source, *words, "--restart-successful")["warnings"] == []
+    # A new item says by itself what has to be named.
+    more = place.edit(file, "more.yaml", (("spec", "tasks", 0, "foreach", "items"), [1, 2, 3]))
+    plan = place.plan("repair", more, source, "--from", "each", "--restart-successful", compatible=False)
+    assert plan["warnings"] == [] and "new_task_outside_repair_closure" in rules(plan).values()
+    before = place.labels()
+    place.derive("retry", file, source, "--from", "each--*", "--restart-successful")
+    assert sorted(set(place.labels()[len(before) :])) == ["each-1", "each-2"]

@@ -548,8 +548,11 @@ def test_diffs_are_real_ones(
 
 
 def test_a_write_shows_its_diff_only_when_asked(base: Path) -> None:
-    plan = planned(write(base, "out/a", "x\n", show_diff=True))
-    assert plan.expected_effect["diff"] == "--- /dev/null\n+++ b/out/a\n@@ -0,0 +1 @@\n+x\n"
+    shown = "--- /dev/null\n+++ b/out/a\n@@ -0,0 +1 @@\n+x\n"
+    for options, in_output in (({"show_diff": True}, None), ({"record_diff": True}, shown)):
+        plan = planned(write(base, "out/a", "x\n", **options))
+        assert plan.expected_effect["diff"] == shown
+        assert plan.foreseen is not None and plan.foreseen["diff"] == in_output
     assert execute(plan).result == execute(plan).result
 
 

@@ -47,7 +47,8 @@ class Work:
     the keys that the task can read; a missing key is absent. `timeout_seconds` is the limit of the attempt.
     `base_path` is the folder that `policy.workspaceRoot` is relative to. `recorded` is the `expectedEffect`
     of an effect row that an earlier delivery of the same attempt requested, else None. `force_effect`: an
-    unchanged `builtin.write` is an effect, too (a compensation run, contract 3). `foreseen` is what the file would hold
+    unchanged `builtin.write` is an effect, too (a compensation run, contract 3). `show_diff`: what a write would do is
+    shown with a diff; `record_diff`: its output has it, too. `foreseen` is what the file would hold
     by now according to earlier writes of a run in check mode, which were not carried out. `workspace` is the resolved
     workspace root if the caller knows it already (a worker resolves it once per run). `long_term` is
     `spec.memory.longTerm`, None when the document has none. `prices` are those of `runtime.pricing.models`.
@@ -63,6 +64,7 @@ class Work:
     base_path: str
     policy: Policy
     show_diff: bool = False
+    record_diff: bool = False
     recorded: Mapping[str, Any] | None = None
     force_effect: bool = False
     foreseen: str | None = None

@@ -143,15 +143,15 @@ def prepare_write(work: Work) -> EffectPlan | Done:
     """`builtin.write`: the whole text of `path`, which lies under a writable root.
 
     `before` and `after` of the output are the texts (null: there was no file), `diff` is a unified diff if
-    the run asks for diffs, else null. When an earlier delivery requested the effect, `before`, `changed`
-    and `diff` are what it saw.
+    the run was started with `--diff`, else null: a diff that only a person is to see stands in `expectedEffect`
+    alone. When an earlier delivery requested the effect, `before`, `changed` and `diff` are what it saw.
     """
     path, content, data = _asked(work)
     workspace = workspace_of(work)
     roots = writable_roots_of(work, workspace)
     _, resolved = _resolve_writable(path, workspace, roots)
     expected = dict(work.recorded) if work.recorded is not None else _foresee(path, resolved, content, work)
-    output = _write_output(path, content, expected)
+    output = _write_output(path, content, expected, with_diff=work.record_diff)
     if work.recorded is None and not output["changed"] and not work.force_effect:
         return Done(output)
     return EffectPlan(
@@ -217,18 +217,19 @@ def _foresee(path: str, resolved: str, content: str, work: Work) -> dict[str, An
         _require_regular(path, resolved)
         before = read_text(path, resolved)
     changed = before != content
-    diff = unified_diff(path, before, content) if work.show_diff and changed else None
+    wanted = changed and (work.show_diff or work.record_diff)
+    diff = unified_diff(path, before, content) if wanted else None
     return {"path": path, "before": before, "changed": changed, "diff": diff}
 
 
-def _write_output(path: str, content: str, expected: Mapping[str, Any]) -> dict[str, Any]:
+def _write_output(path: str, content: str, expected: Mapping[str, Any], *, with_diff: bool) -> dict[str, Any]:
     changed = bool(expected.get("changed", True))
     return {
         "status": "changed" if changed else "unchanged",
         "changed": changed,
         "before": expected.get("before"),
         "after": content,
-        "diff": expected.get("diff"),
+        "diff": expected.get("diff") if with_diff else None,
         "path": path,
         "predictability": PREDICTABILITY,
     }
