@@ -118,17 +118,13 @@ _NOTHING_FINISHED = (
 def _stop(tx: Connection, run: Run, batch: Batch, *, reason: str, now: int) -> list[tuple[int, str, int, str]]:
     """End everything that has not begun. Runs inside the transaction, since a worker may claim until it begins."""
     first, last = run.first_task, run.first_task + run.task_count - 1
-    closed = tx.execute(
+    # Before the attempts are closed, since these are what it looks for.
+    effects.stop(tx, first, last, batch.events, reason=reason, now=now)
+    tx.execute(
         "UPDATE attempts SET state = 'closed', queue = NULL, live_task = NULL, hold = NULL, hold_json = NULL, "
         "outcome = COALESCE(outcome, 'cancelled') "
-        "WHERE live_task BETWEEN ? AND ? AND state IN ('ready', 'waiting') RETURNING attempt_id",
+        "WHERE live_task BETWEEN ? AND ? AND state IN ('ready', 'waiting')",
         (first, last),
-    ).fetchall()
-    # The effect of an attempt that was denied stays `requested`: its attempt has failed before (contract 6).
-    tx.executemany(
-        "UPDATE effects SET status = 'cancelled', completed_at = ? "
-        "WHERE attempt_id = ? AND status IN ('requested', 'waiting_for_approval')",
-        [(now, row[0]) for row in closed],
     )
     batch.events.extend(approvals.cancel_pending(tx, run.run_id, now=now))
     if reason == "deadline_exceeded":

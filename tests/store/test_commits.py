@@ -290,6 +290,29 @@ def test_a_stop_ends_what_has_not_begun(store: Store, driver: Driver, reason: st
     check_chains(store)
 
 
+@pytest.mark.parametrize("reason", ["task_failed", "cancel_requested"])
+def test_a_stop_tells_of_every_effect_that_it_cancels(store: Store, driver: Driver, reason: str) -> None:
+    """Every transition of an effect has an event: one waits for a person, one for a worker."""
+    driver.enqueue([0, 1])
+    hand = Hand(store)
+    asking = hand.take()
+    assert isinstance(hand.start(asking, effect_request(asking, ask=True)), AttemptHeld)
+    given_back = hand.take()
+    request = effect_request(given_back)
+    hand.start(given_back, request)
+    store.release(given_back, effect=EffectEnd(request.effect_id, "requested"), reason="drain")
+    driver.write(Batch(stop=reason))
+    cancelled = rows(store, "SELECT effect_id, task_id FROM effects WHERE status = 'cancelled' ORDER BY attempt_id")
+    told = rows(
+        store,
+        "SELECT json_extract(payload_json, '$.effectId'), task_id, json_extract(payload_json, '$.reason') "
+        "FROM audit_events WHERE event_type = 'effect.cancelled' ORDER BY event_no",
+    )
+    assert told == [(effect_id, task_id, reason) for effect_id, task_id in cancelled]
+    assert len(told) == 2
+    check_chains(store)
+
+
 def test_an_attempt_that_was_claimed_before_the_stop_may_finish(store: Store, driver: Driver) -> None:
     driver.enqueue([0])
     hand = Hand(store)
