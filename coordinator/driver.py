@@ -115,7 +115,7 @@ class RunDriver:
         if revision != self._run.revision:
             self._reload()
         # In this order: what moves on between two looks is then believed to be in flight, never to be at rest.
-        if self._scheduler.paused:
+        if self._scheduler.claims_nothing:
             self._scheduler.only_these_run(self._store.claimed_positions(self._run))
         finished, more = self._store.finished_attempts(self._run)
         if self._may_hold:

@@ -20,7 +20,7 @@ from agentctl.store.records import EffectEnd
 from agentctl.store.timing import Timing
 from support.builders import Hand, effect_request, open_store
 from support.clock import FixedIds, ManualClock
-from support.rows import scalar
+from support.rows import check_chains, scalar
 
 DOCUMENT = """
 apiVersion: agentctl.dev/v1
@@ -178,6 +178,62 @@ def test_a_silent_driver_is_followed_only_after_lease_and_grace(
     assert store.get_run(run_id).state == "succeeded"
     silent.close()
     other.close()
+
+
+# -- attempts that nobody takes again ------------------------------------------------------------------------------
+
+ONE = """
+apiVersion: agentctl.dev/v1
+kind: Workflow
+metadata: {name: one}
+spec:
+  policy: {approval: never}
+  runtime: {maxConcurrency: 2}
+  actions: {look: {kind: builtin.read, with: {path: x}}}
+  tasks:
+    - {id: fails, uses: "action:look"}
+    - {id: slow, uses: "action:look"}
+"""
+
+
+@pytest.mark.parametrize("lost", [True, False])
+@pytest.mark.parametrize("why", ["cancel", "pause after a failure"])
+def test_what_comes_back_after_a_stop_is_ended(
+    store: Store, clock: ManualClock, ids: FixedIds, tmp_path: Path, lost: bool, why: str
+) -> None:
+    """The stop left an attempt to finish; its worker dies, or gives it back, and no other takes it."""
+    file = tmp_path / "one.yaml"
+    file.write_text(ONE)
+    document = load_workflow(file)
+    run_id = submit(store, document, compile_workflow(document), {}, ids=ids, base_path=tmp_path, actor="tester").run_id
+    coordinator = coordinator_of(store, clock, ids, adopts=True)
+    drive(coordinator, clock, 3)
+    first, second = Hand(store, "worker-1"), Hand(store, "worker-2")
+    fails, slow = first.take(), second.take()
+    request = effect_request(slow, idempotency="idempotent")
+    second.start(slow, request)
+    if why == "cancel":
+        first.finish(fails)
+        store.request_cancel(run_id, reason="x", actor="tester")
+    else:
+        first.finish(fails, "failed")
+        coordinator.tick()
+        store.request_pause(run_id, reason="x", actor="tester")
+    coordinator.tick()
+    coordinator.tick()
+    assert scalar(store, "SELECT state FROM tasks WHERE task_id = 'slow'") == "running"
+    if lost:
+        assert store.rescue([(slow.fence.attempt_id, 1)], dead=[], why="died", actor="x") == ["ready"]
+    else:
+        store.release(slow, effect=EffectEnd(request.effect_id, "lost", dispatch=1), reason="drain")
+    coordinator.tick()
+    coordinator.tick()
+    run = store.get_run(run_id)
+    assert (run.state, run.driver) == ("cancelled" if why == "cancel" else "failed", None)
+    assert scalar(store, "SELECT state FROM tasks WHERE task_id = 'slow'") == "cancelled"
+    assert scalar(store, "SELECT status FROM effects") == "cancelled"
+    check_chains(store)
+    coordinator.close()
 
 
 # -- a driver that many attempts keep up ---------------------------------------------------------------------------
