@@ -83,6 +83,8 @@ BATCH_BYTES = 8 * 1024 * 1024
 REINDEX_ENTRIES = 16
 """Entries of at most 1 MiB each that a reindex holds at a time."""
 COLLECT_ENTRIES = 256
+EVERYBODY = 1000
+"""As many workers as are called where nobody counts how many are needed."""
 LONE_SECONDS = 0.02
 """How long a run that was alone is believed to be so by those who look ahead: no other run waits longer for that."""
 
@@ -318,7 +320,7 @@ class Store:
             taken = runs.withdraw_pause(tx, run_id, actor=actor, now=self.clock.now())
         if taken:
             self.wake_driver(run_id)
-            self.wake_workers()
+            self.wake_workers(run_id)
         return taken
 
     def resolve_approval(self, approval_id: str, *, approve: bool, actor: str, reason: str) -> str:
@@ -388,16 +390,17 @@ class Store:
                 tx, run, batch, driver=driver, epoch=epoch, revision=revision, now=self.clock.now()
             )
             if batch.enqueues or batch.unheld:
-                sleepers = processes.idle_workers(tx, len(batch.enqueues) + len(batch.unheld))
+                wanted = len(batch.enqueues) + len(batch.unheld)
+                sleepers = processes.idle_workers(tx, wanted, for_run=run.run_id)
         for sleeper in sleepers:
             self.wakes.wake(sleeper)
         self.database.sync()
         return stopped
 
-    def wake_workers(self, limit: int = 1000) -> None:
-        """Call idle workers: there may be work."""
+    def wake_workers(self, run_id: str, limit: int = EVERYBODY) -> None:
+        """Call idle workers: there may be work of this run."""
         with self.database.read() as tx:
-            sleepers = processes.idle_workers(tx, limit)
+            sleepers = processes.idle_workers(tx, limit, for_run=run_id)
         for sleeper in sleepers:
             self.wakes.wake(sleeper)
 
@@ -840,7 +843,8 @@ class Store:
             for process_id in dead:
                 processes.set_state(tx, process_id, "dead", now=now)
             drivers = runs.drivers(tx)
-            sleepers = processes.idle_workers(tx, len(outcomes))
+            # It may be work of several runs, some with workers of their own, and a rescue is rare.
+            sleepers = processes.idle_workers(tx, EVERYBODY, for_run=None) if outcomes else []
         for process_id in [*drivers, *sleepers]:
             self.wakes.wake(process_id)
         for process_id in dead:

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import select
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from agentctl.store import audit
+from agentctl.store import audit, wakeups
 from agentctl.store.canonical import canonical, text_digest
 from agentctl.store.engine import BATCH_RESULTS, Store
 from agentctl.store.errors import ConflictError, CorruptStore, IncompatibleVersion, RunMoved
 from agentctl.store.records import AttemptHeld, Batch, EffectEnd, Event
-from support.builders import LEASE_MS, Driver, Hand, effect_request, new_run, open_store, refresh
+from support.builders import LEASE_MS, Driver, Hand, effect_request, new_run, open_store, process_row, refresh
 from support.clock import ManualClock
 from support.rows import attempt, check_chains, effect, everything, one, rebuild, rows, scalar, task_state
 
@@ -42,6 +44,34 @@ def ending(*positions: int) -> Batch:
         batch.changes.append([position, "succeeded", 1, text_digest('"out"'), None])
         batch.events.append(Event("task.transition", f"t{position}", '{"to":"succeeded"}'))
     return batch
+
+
+# -- who is called ----------------------------------------------------------------------------------------------------
+
+
+def test_new_work_calls_a_worker_that_may_take_it(store: Store, driver: Driver) -> None:
+    """The workers of another foreground run sleep, too, and came first; they take nothing of this one."""
+    with contextlib.ExitStack() as stack:
+        listeners = {}
+        for name, only_run in (("worker-1", "run-9"), ("worker-2", "run-1"), ("worker-3", None)):
+            store.register(process_row(name, state="idle", only_run=only_run))
+            listeners[name] = stack.enter_context(contextlib.closing(store.wakes.listen(name)))
+
+        def called() -> list[str]:
+            found = select.select(list(listeners.values()), [], [], 0)[0]
+            for listener in found:
+                wakeups.drain(listener)
+            return [name for name, listener in listeners.items() if listener in found]
+
+        driver.enqueue([0])
+        assert called() == ["worker-2"]
+        driver.enqueue([1, 2, 3])
+        assert called() == ["worker-2", "worker-3"]
+        store.wake_workers("run-1", 1)
+        assert called() == ["worker-2"]
+        claim = Hand(store, "worker-4").take()
+        store.rescue([(claim.fence.attempt_id, 1)], dead=[], why="died", actor="x")
+        assert called() == ["worker-1", "worker-2", "worker-3"], "it may be work of whatever run"
 
 
 # -- the driver's lease ------------------------------------------------------------------------------------------------
