@@ -46,7 +46,7 @@ def start(
         (request.ordinal, fence.attempt_id),
     ).fetchone()
     if row is None or row[0] != "claimed" or row[1] != fence.delivery or row[2] != fence.holder:
-        raise LeaseLost(f"attempt {fence.attempt_id}, delivery {fence.delivery} was taken away")
+        raise fence.lost()
     run_id, task_id, number, run_state, cancelled, paused, deadline, trace_id = row[3:11]
     check_versions(run_id, row[11], row[12])
     events: list[Event] = []

@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any, TypeVar, dataclass_transform
 
+from .errors import LeaseLost
+
 Record = TypeVar("Record")
 
 
@@ -131,6 +133,10 @@ class Fence:
     attempt_id: int
     delivery: int
     holder: str
+
+    def lost(self) -> LeaseLost:
+        """What to raise where it does not hold any more."""
+        return LeaseLost(f"attempt {self.attempt_id}, delivery {self.delivery} was taken away")
 
 
 @record

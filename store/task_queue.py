@@ -8,10 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Sequence
 
-from . import audit, effects, protocols, runs, standing
+from . import audit, effects, holds, protocols, runs, standing
 from .canonical import canonical
 from .database import Connection, all_rows
-from .errors import LeaseLost
 from .records import (
     PLAN_FORMAT_VERSION,
     RUNTIME_STATE_VERSION,
@@ -176,13 +175,13 @@ def release(tx: Connection, fence: Fence, *, reason: str, now: int) -> Event:
     for the caller's transaction.
     """
     tx.execute(
-        "UPDATE attempts SET state = 'ready', queue = 'ready', holder = NULL, lease_expires_at = NULL, lost_effects = "
-        "(SELECT COUNT(*) FROM effects e WHERE e.attempt_id = attempts.attempt_id AND e.status = 'succeeded') "
+        "UPDATE attempts SET state = 'ready', queue = 'ready', holder = NULL, lease_expires_at = NULL, "  # noqa: S608
+        f"lost_effects = {holds.CONFIRMED} "
         "WHERE attempt_id = ? AND delivery = ? AND holder = ? AND state = 'claimed'",
         (fence.attempt_id, fence.delivery, fence.holder),
     )
     if tx.changes() != 1:
-        raise LeaseLost(f"attempt {fence.attempt_id}, delivery {fence.delivery} was taken away")
+        raise fence.lost()
     row = tx.execute(
         "UPDATE tasks SET state = 'ready', updated_at = ? "
         "WHERE task_no = (SELECT task_no FROM attempts WHERE attempt_id = ?) AND state = 'running' RETURNING task_id",
@@ -210,7 +209,7 @@ def finish(tx: Connection, fence: Fence, end: AttemptEnd, *, now: int) -> None:
         ),
     )
     if tx.changes() != 1:
-        raise LeaseLost(f"attempt {fence.attempt_id}, delivery {fence.delivery} was taken away")
+        raise fence.lost()
 
 
 def finished(
@@ -324,9 +323,9 @@ def rescue(
     - `worker_lost`: the bound of deliveries is reached. Deliveries that confirmed a new effect do not count.
     """
     row = tx.execute(
-        "SELECT a.run_id, a.task_no, a.task_id, a.holder, a.lost, a.lost_effects, r.max_deliveries, "  # noqa: S608
-        "(SELECT COUNT(*) FROM effects e WHERE e.attempt_id = a.attempt_id AND e.status = 'succeeded') "
-        "FROM attempts a JOIN runs r USING (run_id) WHERE a.attempt_id = ? AND a.delivery = ? AND a.state = 'claimed' "
+        "SELECT run_id, task_no, task_id, holder, lost, lost_effects, max_deliveries, "  # noqa: S608
+        f"{holds.CONFIRMED} FROM attempts JOIN runs r USING (run_id) "
+        "WHERE attempt_id = ? AND delivery = ? AND attempts.state = 'claimed' "
         "AND r.runtime_state_version <= ? AND r.plan_format_version <= ? "
         f"AND {runs.NOTHING_NEWER.format('r.run_id')}",
         (attempt_id, delivery, RUNTIME_STATE_VERSION, PLAN_FORMAT_VERSION),
