@@ -77,6 +77,7 @@ class RunDriver:
     def __init__(
         self, store: Store, run_id: str, epoch: int, driver: str, ids: IdSource, faults: Faults, plan: Plan | None
     ) -> None:
+        """Begin with what the store knows of the run. Raises `LostRun`."""
         self.run_id = run_id
         self.epoch = epoch
         self.done = False
@@ -214,6 +215,8 @@ class Coordinator:
             return False
         try:
             driver = RunDriver(self.store, run.run_id, epoch, self.process_id, self._ids, self._faults, plan)
+        except LostRun:
+            return False  # taken away again before we had looked at it
         except AgentctlError:
             # A plan that this version cannot read: whoever can may have the run.
             self.store.leave_run(run.run_id, driver=self.process_id, epoch=epoch)
