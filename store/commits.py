@@ -21,47 +21,9 @@ def commit_batch(
     """
     runs.check_driver(tx, run.run_id, driver=driver, epoch=epoch, revision=revision)
     first = run.first_task
-    # A retry without backoff is due at once: the task waits, and is ready again, within one batch.
-    if batch.waits:
-        tx.executemany(
-            "UPDATE tasks SET state = ?, retry_at = ?, error_json = ?, updated_at = ? WHERE task_no = ?",
-            [(state, retry_at, error, now, first + position) for state, retry_at, error, position in batch.waits],
-        )
-    if batch.readies:
-        tx.executemany(
-            "UPDATE tasks SET state = 'ready', decision_json = COALESCE(?, decision_json), input_digest = ?, "
-            "retry_at = NULL, updated_at = ? "
-            "WHERE task_no = ?",
-            [(decision, digest, now, first + position) for decision, digest, position in batch.readies],
-        )
-    if batch.finals:
-        before = tx.total_changes()
-        tx.executemany(
-            "UPDATE tasks SET state = ?, attempt = ?, input_digest = COALESCE(?, input_digest), output_json = ?, "
-            "output_digest = ?, error_json = ?, decision_json = COALESCE(?, decision_json), delta_json = ?, "
-            "delta_digest = ?, definition_fingerprint = ?, output_contract_fingerprint = ?, retry_at = NULL, "
-            "ended_at = ?, updated_at = ? WHERE task_no = ? AND ended_at IS NULL",
-            [
-                (*final[:9], *batch.proofs.get(final[9], (None, None)), now, now, first + final[9])
-                for final in batch.finals
-            ],
-        )
-        if tx.total_changes() - before != len(batch.finals):
-            raise ConflictError("a task of this batch has ended already", run_id=run.run_id)
-    if batch.closed:
-        before = tx.total_changes()
-        tx.executemany(
-            "UPDATE attempts SET state = 'closed', queue = NULL, live_task = NULL "
-            "WHERE attempt_id = ? AND state = 'finished'",
-            [(attempt_id,) for attempt_id in batch.closed],
-        )
-        if tx.total_changes() - before != len(batch.closed):
-            raise RunMoved("an attempt of this batch is no longer finished", run_id=run.run_id)
-    if batch.parked:
-        tx.executemany(
-            "UPDATE attempts SET state = 'waiting', queue = NULL WHERE attempt_id = ? AND state = 'finished'",
-            [(attempt_id,) for attempt_id in batch.parked],
-        )
+    _write_tasks(tx, run, batch, now=now)
+    _leave_queue(tx, run, batch.closed, "closed")
+    _leave_queue(tx, run, batch.parked, "waiting")
     if batch.superseded:
         effects.supersede(tx, run.run_id, batch.superseded, batch.events, now=now)
     if batch.abandoned:
@@ -107,6 +69,55 @@ def commit_batch(
     if state:
         audit.append_checkpoint(tx, run.run_id, canonical(state), now=now)
     return [(position, to, code) for position, to, _, code in stopped]
+
+
+def _write_tasks(tx: Connection, run: Run, batch: Batch, *, now: int) -> None:
+    """The new states of tasks: those that wait for a retry or for a person, are ready, or have ended."""
+    first = run.first_task
+    # A retry without backoff is due at once: the task waits, and is ready again, within one batch.
+    if batch.waits:
+        tx.executemany(
+            "UPDATE tasks SET state = ?, retry_at = ?, error_json = ?, updated_at = ? WHERE task_no = ?",
+            [(state, retry_at, error, now, first + position) for state, retry_at, error, position in batch.waits],
+        )
+    if batch.readies:
+        tx.executemany(
+            "UPDATE tasks SET state = 'ready', decision_json = COALESCE(?, decision_json), input_digest = ?, "
+            "retry_at = NULL, updated_at = ? "
+            "WHERE task_no = ?",
+            [(decision, digest, now, first + position) for decision, digest, position in batch.readies],
+        )
+    if batch.finals:
+        before = tx.total_changes()
+        tx.executemany(
+            "UPDATE tasks SET state = ?, attempt = ?, input_digest = COALESCE(?, input_digest), output_json = ?, "
+            "output_digest = ?, error_json = ?, decision_json = COALESCE(?, decision_json), delta_json = ?, "
+            "delta_digest = ?, definition_fingerprint = ?, output_contract_fingerprint = ?, retry_at = NULL, "
+            "ended_at = ?, updated_at = ? WHERE task_no = ? AND ended_at IS NULL",
+            [
+                (*final[:9], *batch.proofs.get(final[9], (None, None)), now, now, first + final[9])
+                for final in batch.finals
+            ],
+        )
+        if tx.total_changes() - before != len(batch.finals):
+            raise ConflictError("a task of this batch has ended already", run_id=run.run_id)
+
+
+def _leave_queue(tx: Connection, run: Run, attempt_ids: list[int], state: str) -> None:
+    """Finished attempts whose outcome this batch takes over are `closed`, or `waiting` for what a person concludes.
+
+    Raises `RunMoved` when one is not finished any more.
+    """
+    if not attempt_ids:
+        return
+    before = tx.total_changes()
+    tx.executemany(
+        "UPDATE attempts SET state = ?1, queue = NULL, live_task = CASE WHEN ?1 <> 'closed' THEN live_task END "
+        "WHERE attempt_id = ?2 AND state = 'finished'",
+        [(state, attempt_id) for attempt_id in attempt_ids],
+    )
+    if tx.total_changes() - before != len(attempt_ids):
+        raise RunMoved("an attempt of this batch is no longer finished", run_id=run.run_id)
 
 
 _NOTHING_FINISHED = (

@@ -260,10 +260,10 @@ def test_a_batch_is_all_or_nothing(store: Store, driver: Driver) -> None:
     doubled.memory = [("m", 2, "1"), ("m", 2, "2")]
     with pytest.raises(ConflictError):
         driver.write(doubled)
-    taken = ending(3)
-    taken.closed = [999]
-    with pytest.raises(RunMoved):
-        driver.write(taken)
+    for gone in (Batch(closed=[999]), Batch(parked=[999])):
+        gone.finals = [final(3)]
+        with pytest.raises(RunMoved):
+            driver.write(gone)
     assert everything(store) == before
 
 
