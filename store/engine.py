@@ -54,6 +54,7 @@ from .records import (
     FinishedAttempt,
     Following,
     HeldAttempt,
+    HeldClaim,
     LiveAttempt,
     MemoryWrite,
     NewReconciliation,
@@ -806,8 +807,8 @@ class Store:
             runs.renew_runs(tx, process_id, lease_ms=lease_ms, now=now)
             return processes.heartbeat(tx, process_id, rss_bytes=rss, done=0, failed=0, now=now)
 
-    def claims(self, holders: Iterable[str] | None = None) -> list[tuple[int, int, str, str, int]]:
-        """(attempt, delivery, holder, run, lease end) of claimed attempts, of some holders or of all."""
+    def claims(self, holders: Iterable[str] | None = None) -> list[HeldClaim]:
+        """Claimed attempts, of some holders or of all."""
         with self.database.read() as tx:
             return task_queue.all_claims(tx) if holders is None else task_queue.claims_of(tx, holders)
 

@@ -20,6 +20,7 @@ from .records import (
     Event,
     Fence,
     FinishedAttempt,
+    HeldClaim,
     LiveAttempt,
     NewAttempt,
     NextRun,
@@ -272,29 +273,17 @@ def claimed_positions(tx: Connection, run_id: str, first_task: int) -> set[int]:
     }
 
 
-def claims_of(tx: Connection, holders: Iterable[str]) -> list[tuple[int, int, str, str, int]]:
-    """(attempt, delivery, holder, run, lease end) of everything that these processes hold."""
-    found: list[tuple[int, int, str, str, int]] = []
-    for holder in holders:
-        found.extend(
-            all_rows(
-                tx.execute(
-                    "SELECT attempt_id, delivery, holder, run_id, lease_expires_at FROM attempts "
-                    "WHERE queue = 'claimed' AND holder = ?",
-                    (holder,),
-                )
-            )
-        )
-    return found
+_CLAIMS = "SELECT attempt_id, delivery, holder, run_id, lease_expires_at FROM attempts WHERE queue = 'claimed'"
 
 
-def all_claims(tx: Connection) -> list[tuple[int, int, str, str, int]]:
-    """(attempt, delivery, holder, run, lease end) of every claimed attempt."""
-    return all_rows(
-        tx.execute(
-            "SELECT attempt_id, delivery, holder, run_id, lease_expires_at FROM attempts WHERE queue = 'claimed'"
-        )
-    )
+def claims_of(tx: Connection, holders: Iterable[str]) -> list[HeldClaim]:
+    """Everything that these processes hold."""
+    return [HeldClaim(*row) for holder in holders for row in tx.execute(f"{_CLAIMS} AND holder = ?", (holder,))]
+
+
+def all_claims(tx: Connection) -> list[HeldClaim]:
+    """Every claimed attempt."""
+    return [HeldClaim(*row) for row in tx.execute(_CLAIMS)]
 
 
 def started_effects(tx: Connection, attempt_ids: Iterable[int]) -> list[str]:
