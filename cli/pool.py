@@ -509,8 +509,11 @@ def _asked_to_end() -> bool:
     return bool(signal.sigpending() & {signal.SIGINT, signal.SIGTERM})
 
 
-def finish_request(store: Store, run_id: str, *, resume: bool, patience: float) -> None:
-    """Drive a run that was asked to stop until it has, or for `patience` seconds. `resume`: a paused one, too."""
+def finish_request(store: Store, run: Run, *, resume: bool, patience: float) -> None:
+    """Drive a run that was asked to stop until it has, or for `patience` seconds. `resume`: a paused one, too.
+
+    `run` is as it was when nobody drove it: whoever has taken it since sees to it.
+    """
     clock = store.clock
     ids = SystemIds(clock)
     process_id = ids.new_id("driver")
@@ -519,11 +522,10 @@ def finish_request(store: Store, run_id: str, *, resume: bool, patience: float) 
         store, clock, ids, Timing.from_environment(), Faults.from_environment(), process_id=process_id, adopts=False
     )
     try:
-        run = store.get_run(run_id)
-        if run.ended_at is not None or not coordinator.take(run, resume=resume, actor="cli-user"):
+        if not coordinator.take(run, resume=resume, actor="cli-user"):
             return
         deadline = clock.monotonic() + patience
-        while run_id in coordinator.drivers and clock.monotonic() < deadline and not _asked_to_end():
+        while run.run_id in coordinator.drivers and clock.monotonic() < deadline and not _asked_to_end():
             if not coordinator.tick():
                 coordinator.wait()
     finally:

@@ -35,7 +35,7 @@ def cancel_run(store: Store, run_id: str, *, reason: str, actor: str) -> tuple[b
     store.wake_everybody()
     run = store.get_run(run_id)
     if run.ended_at is None and not _somebody_drives(store, run):
-        _finish(store, run_id, resume=True, patience=CANCEL_PATIENCE_SECONDS)
+        _finish(store, run, resume=True, patience=CANCEL_PATIENCE_SECONDS)
     return True, store.get_run(run_id).state
 
 
@@ -47,18 +47,19 @@ def pause_run(store: Store, run_id: str, *, reason: str, actor: str) -> tuple[st
     state, why = store.request_pause(run_id, reason=reason, actor=actor)
     if state == "running":
         store.wake_driver(run_id)
-        if not _somebody_drives(store, store.get_run(run_id)):
-            _finish(store, run_id, resume=False, patience=PAUSE_PATIENCE_SECONDS)
+        run = store.get_run(run_id)
+        if not _somebody_drives(store, run):
+            _finish(store, run, resume=False, patience=PAUSE_PATIENCE_SECONDS)
         run = store.get_run(run_id)
         state, why = run.state, run.reason
     return state, why
 
 
-def _finish(store: Store, run_id: str, *, resume: bool, patience: float) -> None:
+def _finish(store: Store, run: Run, *, resume: bool, patience: float) -> None:
     from .pool import finish_request  # only here: its import takes longer than the request itself
 
     with contextlib.suppress(KeyboardInterrupt):  # it is asked for; whoever comes next sees to it
-        finish_request(store, run_id, resume=resume, patience=patience)
+        finish_request(store, run, resume=resume, patience=patience)
 
 
 def _somebody_drives(store: Store, run: Run) -> bool:

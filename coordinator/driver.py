@@ -108,6 +108,7 @@ class RunDriver:
     def __init__(
         self, store: Store, run_id: str, epoch: int, driver: str, ids: IdSource, faults: Faults, plan: Plan | None
     ) -> None:
+        """Begin with what the store knows of the run. Raises `LostRun`."""
         self.run_id = run_id
         self.epoch = epoch
         self.done = False
@@ -149,7 +150,7 @@ class RunDriver:
         if revision != self._run.revision:
             self._reload()
         # In this order: what moves on between two looks is then believed to be in flight, never to be at rest.
-        if self._scheduler.paused:
+        if self._scheduler.claims_nothing:
             self._scheduler.only_these_run(self._store.claimed_positions(self._run))
         finished, more = self._store.finished_attempts(self._run)
         if self._may_hold:
@@ -256,6 +257,8 @@ class Coordinator:
             return False
         try:
             driver = RunDriver(self.store, run.run_id, epoch, self.process_id, self._ids, self._faults, plan)
+        except LostRun:
+            return False  # taken away again before we had looked at it
         except AgentctlError:
             # A plan that this version cannot read: whoever can may have the run.
             self.store.leave_run(run.run_id, driver=self.process_id, epoch=epoch)
@@ -396,11 +399,11 @@ class Coordinator:
 
     def _wake_those_held_back(self) -> None:
         """Nothing has happened for a moment: whoever is up has more to do than was thought."""
-        held_back = [driver for driver in self.drivers.values() if driver.held_back]
-        for driver in held_back:
-            driver.held_back = False
-        if held_back and self.store.has_ready(None):
-            self.store.wake_workers()
+        for run_id, driver in self.drivers.items():
+            if driver.held_back:
+                driver.held_back = False
+                if self.store.has_ready(run_id):
+                    self.store.wake_workers(run_id)
 
     def _in_flight(self) -> int:
         return sum(driver.in_flight() for driver in self.drivers.values())

@@ -81,13 +81,13 @@ class Rescuer:
         settled = 0
         for row in rows:
             claims = self._store.claims([row.process_id])
-            if self._store.effects_in_flight(claim[0] for claim in claims):
+            if self._store.effects_in_flight(claim.attempt_id for claim in claims):
                 process_identity.kill_marked(
                     [row.process_id], wait_seconds=END_WAIT_SECONDS, marker=process_identity.HOLDER_MARKER
                 )
             self._faults.reach("before_rescue")
             outcomes = self._store.rescue(
-                [(claim[0], claim[1]) for claim in claims],
+                [(claim.attempt_id, claim.delivery) for claim in claims],
                 dead=[row.process_id],
                 why=f"{row.kind} {row.name} (pid {row.pid}) {how}",
                 actor=self._actor,
@@ -106,22 +106,22 @@ class Rescuer:
         now_ms = self._clock.now()
         seen: dict[tuple[int, int], _Silence] = {}
         silent: dict[str, ProcessRow] = {}
-        for attempt_id, delivery, holder, _run, expires in self._store.claims():
-            if holder in dead:
+        for claim in self._store.claims():
+            if claim.holder in dead:
                 continue
-            key = (attempt_id, delivery)
+            key = (claim.attempt_id, claim.delivery)
             silence = self._silence.get(key)
-            if silence is None or silence.lease_expires_at != expires:
-                silence = _Silence(expires)
+            if silence is None or silence.lease_expires_at != claim.lease_expires_at:
+                silence = _Silence(claim.lease_expires_at)
             else:
                 silence.unchanged += counted
                 # Stale by the clock, or unrenewed for a whole lease of our own time: a clock set back hides nobody.
-                if now_ms > expires or silence.unchanged > self._timing.lease:
+                if now_ms > claim.lease_expires_at or silence.unchanged > self._timing.lease:
                     silence.stale += counted
             seen[key] = silence
             if silence.stale >= self._timing.grace:
-                row = known.get(holder)
-                silent[holder] = row if row is not None else _ghost(holder)
+                row = known.get(claim.holder)
+                silent[claim.holder] = row if row is not None else _ghost(claim.holder)
         self._silence = seen
         return list(silent.values())
 
@@ -137,7 +137,7 @@ class Rescuer:
             return self.settle([row], "is gone")
         claims = self._store.claims([row.process_id])
         outcomes = self._store.rescue(
-            [(claim[0], claim[1]) for claim in claims],
+            [(claim.attempt_id, claim.delivery) for claim in claims],
             dead=[],
             why=f"{row.kind} {row.name} (pid {row.pid}) is silent and cannot be ended from here",
             actor=self._actor,

@@ -112,6 +112,7 @@ class Scheduler:
         self.paused = run.pause_requested_at is not None
         self.more = False
         self._stop_written = False
+        self._claimed: set[int] | None = None
         self._load = load_outputs
         self._uniform = uniform
         self._text: dict[int, str] = {}
@@ -182,9 +183,14 @@ class Scheduler:
                 self.state[position] = "waiting_for_approval"
                 self.attempt[position] = attempt.number
 
+    @property
+    def claims_nothing(self) -> bool:
+        """Whether workers take no attempt of this run any more, as it is paused or cancelled."""
+        return self.paused or self.run.cancel_requested_at is not None
+
     def only_these_run(self, claimed: set[int]) -> None:
-        """Of a run that pauses: what no worker has claimed is not going to move."""
-        self._in_flight &= claimed
+        """Of a run that `claims_nothing`: what no worker holds, and has not finished, is not going to move."""
+        self._claimed = claimed
 
     def output_value(self, position: int) -> Any:
         """The output of a task as a value. Raises KeyError when it has none."""
@@ -227,6 +233,8 @@ class Scheduler:
             self.stopping = "deadline_exceeded"
         for attempt in finished:
             self._absorb(attempt, batch, now)
+        if self._claimed is not None and not backlog:
+            self._come_to_a_halt(self._in_flight - self._claimed)
         if late and not self._open:
             self.stopping = None  # everything had ended in time
         if self.stopping is None and not self.paused:
@@ -241,6 +249,15 @@ class Scheduler:
         if not self.more and not self._in_flight and not backlog:
             self._maybe_end(batch, now)
         return batch
+
+    def _come_to_a_halt(self, halted: set[int]) -> None:
+        """Attempts were given back, or their workers have died, and nobody takes them again."""
+        if self.stopping is None:
+            self._in_flight -= halted
+        elif halted:
+            # The stop that was written left them to finish. They stay in flight until the next one has ended them: a
+            # worker that looked before may have taken one since.
+            self._stop_written = False
 
     def stopped(self, ended: list[tuple[int, str, str]]) -> None:
         """Tell which tasks the commit of a stop has ended."""

@@ -28,7 +28,6 @@ from .errors import (
     ConflictError,
     CorruptStore,
     EnvironmentFault,
-    LeaseLost,
     LockHeld,
     NotFoundError,
     TaskFault,
@@ -450,7 +449,7 @@ def _require_held(tx: Connection, fence: Fence) -> None:
         (fence.attempt_id, fence.delivery, fence.holder),
     ).fetchone()
     if row is None:
-        raise LeaseLost(f"attempt {fence.attempt_id}, delivery {fence.delivery} was taken away")
+        raise fence.lost()
 
 
 def _record_sources(tx: Connection, attempt_id: int, sources: Sequence[SourceFile]) -> None:

@@ -286,7 +286,7 @@ def _bury_everybody(copy: Store) -> int:
     Identities are recorded as those of this boot, and their processes may live: nobody looks for them, from here or
     later, since their rows say that they are dead.
     """
-    claims = [(row[0], row[1]) for row in copy.claims()]
+    claims = [(claim.attempt_id, claim.delivery) for claim in copy.claims()]
     dead = [row.process_id for row in copy.live_processes()]
     outcomes = copy.rescue(claims, dead=dead, why="the backup was taken", actor=ACTOR)
     with copy.database.write(durable=True) as tx:

@@ -21,47 +21,9 @@ def commit_batch(
     """
     runs.check_driver(tx, run.run_id, driver=driver, epoch=epoch, revision=revision)
     first = run.first_task
-    # A retry without backoff is due at once: the task waits, and is ready again, within one batch.
-    if batch.waits:
-        tx.executemany(
-            "UPDATE tasks SET state = ?, retry_at = ?, error_json = ?, updated_at = ? WHERE task_no = ?",
-            [(state, retry_at, error, now, first + position) for state, retry_at, error, position in batch.waits],
-        )
-    if batch.readies:
-        tx.executemany(
-            "UPDATE tasks SET state = 'ready', decision_json = COALESCE(?, decision_json), input_digest = ?, "
-            "retry_at = NULL, updated_at = ? "
-            "WHERE task_no = ?",
-            [(decision, digest, now, first + position) for decision, digest, position in batch.readies],
-        )
-    if batch.finals:
-        before = tx.total_changes()
-        tx.executemany(
-            "UPDATE tasks SET state = ?, attempt = ?, input_digest = COALESCE(?, input_digest), output_json = ?, "
-            "output_digest = ?, error_json = ?, decision_json = COALESCE(?, decision_json), delta_json = ?, "
-            "delta_digest = ?, definition_fingerprint = ?, output_contract_fingerprint = ?, retry_at = NULL, "
-            "ended_at = ?, updated_at = ? WHERE task_no = ? AND ended_at IS NULL",
-            [
-                (*final[:9], *batch.proofs.get(final[9], (None, None)), now, now, first + final[9])
-                for final in batch.finals
-            ],
-        )
-        if tx.total_changes() - before != len(batch.finals):
-            raise ConflictError("a task of this batch has ended already", run_id=run.run_id)
-    if batch.closed:
-        before = tx.total_changes()
-        tx.executemany(
-            "UPDATE attempts SET state = 'closed', queue = NULL, live_task = NULL "
-            "WHERE attempt_id = ? AND state = 'finished'",
-            [(attempt_id,) for attempt_id in batch.closed],
-        )
-        if tx.total_changes() - before != len(batch.closed):
-            raise RunMoved("an attempt of this batch is no longer finished", run_id=run.run_id)
-    if batch.parked:
-        tx.executemany(
-            "UPDATE attempts SET state = 'waiting', queue = NULL WHERE attempt_id = ? AND state = 'finished'",
-            [(attempt_id,) for attempt_id in batch.parked],
-        )
+    _write_tasks(tx, run, batch, now=now)
+    _leave_queue(tx, run, batch.closed, "closed")
+    _leave_queue(tx, run, batch.parked, "waiting")
     if batch.superseded:
         effects.supersede(tx, run.run_id, batch.superseded, batch.events, now=now)
     if batch.abandoned:
@@ -111,6 +73,55 @@ def commit_batch(
     return [(position, to, code) for position, to, _, code in stopped]
 
 
+def _write_tasks(tx: Connection, run: Run, batch: Batch, *, now: int) -> None:
+    """The new states of tasks: those that wait for a retry or for a person, are ready, or have ended."""
+    first = run.first_task
+    # A retry without backoff is due at once: the task waits, and is ready again, within one batch.
+    if batch.waits:
+        tx.executemany(
+            "UPDATE tasks SET state = ?, retry_at = ?, error_json = ?, updated_at = ? WHERE task_no = ?",
+            [(state, retry_at, error, now, first + position) for state, retry_at, error, position in batch.waits],
+        )
+    if batch.readies:
+        tx.executemany(
+            "UPDATE tasks SET state = 'ready', decision_json = COALESCE(?, decision_json), input_digest = ?, "
+            "retry_at = NULL, updated_at = ? "
+            "WHERE task_no = ?",
+            [(decision, digest, now, first + position) for decision, digest, position in batch.readies],
+        )
+    if batch.finals:
+        before = tx.total_changes()
+        tx.executemany(
+            "UPDATE tasks SET state = ?, attempt = ?, input_digest = COALESCE(?, input_digest), output_json = ?, "
+            "output_digest = ?, error_json = ?, decision_json = COALESCE(?, decision_json), delta_json = ?, "
+            "delta_digest = ?, definition_fingerprint = ?, output_contract_fingerprint = ?, retry_at = NULL, "
+            "ended_at = ?, updated_at = ? WHERE task_no = ? AND ended_at IS NULL",
+            [
+                (*final[:9], *batch.proofs.get(final[9], (None, None)), now, now, first + final[9])
+                for final in batch.finals
+            ],
+        )
+        if tx.total_changes() - before != len(batch.finals):
+            raise ConflictError("a task of this batch has ended already", run_id=run.run_id)
+
+
+def _leave_queue(tx: Connection, run: Run, attempt_ids: list[int], state: str) -> None:
+    """Finished attempts whose outcome this batch takes over are `closed`, or `waiting` for what a person concludes.
+
+    Raises `RunMoved` when one is not finished any more.
+    """
+    if not attempt_ids:
+        return
+    before = tx.total_changes()
+    tx.executemany(
+        "UPDATE attempts SET state = ?1, queue = NULL, live_task = CASE WHEN ?1 <> 'closed' THEN live_task END "
+        "WHERE attempt_id = ?2 AND state = 'finished'",
+        [(state, attempt_id) for attempt_id in attempt_ids],
+    )
+    if tx.total_changes() - before != len(attempt_ids):
+        raise RunMoved("an attempt of this batch is no longer finished", run_id=run.run_id)
+
+
 _NOTHING_FINISHED = (
     "AND NOT EXISTS (SELECT 1 FROM attempts f WHERE f.live_task = tasks.task_no AND f.state = 'finished')"
 )
@@ -120,17 +131,13 @@ _NOTHING_FINISHED = (
 def _stop(tx: Connection, run: Run, batch: Batch, *, reason: str, now: int) -> list[tuple[int, str, int, str]]:
     """End everything that has not begun. Runs inside the transaction, since a worker may claim until it begins."""
     first, last = run.first_task, run.first_task + run.task_count - 1
-    closed = tx.execute(
+    # Before the attempts are closed, since these are what it looks for.
+    effects.stop(tx, first, last, batch.events, reason=reason, now=now)
+    tx.execute(
         "UPDATE attempts SET state = 'closed', queue = NULL, live_task = NULL, hold = NULL, hold_json = NULL, "
         "outcome = COALESCE(outcome, 'cancelled') "
-        "WHERE live_task BETWEEN ? AND ? AND state IN ('ready', 'waiting') RETURNING attempt_id",
+        "WHERE live_task BETWEEN ? AND ? AND state IN ('ready', 'waiting')",
         (first, last),
-    ).fetchall()
-    # The effect of an attempt that was denied stays `requested`: its attempt has failed before (contract 6).
-    tx.executemany(
-        "UPDATE effects SET status = 'cancelled', completed_at = ? "
-        "WHERE attempt_id = ? AND status IN ('requested', 'waiting_for_approval')",
-        [(now, row[0]) for row in closed],
     )
     batch.events.extend(approvals.cancel_pending(tx, run.run_id, now=now))
     if reason == "deadline_exceeded":

@@ -11,7 +11,6 @@ from typing import Any
 from .approvals import redacted
 from .canonical import canonical, hex_digest, text_digest
 from .database import Connection
-from .errors import LeaseLost
 from .records import PROVIDER_SESSION_FORMAT_VERSION, STREAM_EVENT_FORMAT_VERSION, EffectRequest, Fence, SessionUpdate
 
 MAX_EVENTS = 256
@@ -86,7 +85,7 @@ def append_event(tx: Connection, fence: Fence, effect_id: str, event: dict[str, 
         (fence.attempt_id, fence.delivery, fence.holder),
     ).fetchone()
     if row is None:
-        raise LeaseLost(f"attempt {fence.attempt_id}, delivery {fence.delivery} was taken away")
+        raise fence.lost()
     last = tx.execute(
         "SELECT COALESCE(MAX(sequence), 0) FROM stream_events WHERE run_id = ? AND task_id = ? AND attempt = ?", row
     ).fetchone()

@@ -59,9 +59,11 @@ class SyncFailed(EnvironmentFault):
     """
 
 
-def _count_no_memory() -> None:
+def _count_no_memory(*, own_library: bool) -> None:
     """SQLite counts the memory it uses, behind one lock for the whole process, at every allocation. Nobody asks for the
     sum, and counting took a twentieth of a worker's time. It can be told only before its first use."""
+    if not own_library:
+        return  # that of the system: Python's own `sqlite3` may be using it at this moment
     if apsw.connections():
         return  # whoever imports this has open databases of his own
     apsw.shutdown()
@@ -70,7 +72,7 @@ def _count_no_memory() -> None:
     apsw.initialize()
 
 
-_count_no_memory()
+_count_no_memory(own_library=apsw.using_amalgamation)
 
 
 class StoreGone(EnvironmentFault):

@@ -361,8 +361,8 @@ class _Examination:
         """Rows that say more than is true: of processes that died without a word and that nobody has settled yet."""
         dead = {row.process_id for row in facts.processes if row.stopped_at is None and liveness(row) is Liveness.DEAD}
         known = {row.process_id for row in facts.processes}
-        gone = dead | {claim[2] for claim in facts.claims if claim[2] not in known}
-        claims = sum(1 for claim in facts.claims if claim[2] in gone)
+        gone = dead | {claim.holder for claim in facts.claims if claim.holder not in known}
+        claims = sum(1 for claim in facts.claims if claim.holder in gone)
         runs = [run for run, driver in facts.drivers.items() if driver is not None and driver in dead]
         if not gone:
             alive = sum(1 for row in facts.processes if row.stopped_at is None)
@@ -432,7 +432,7 @@ class _Examination:
                 "restart the pool",
             )
         names = {row.process_id for row in live}
-        left = sum(1 for claim in facts.claims if claim[2] not in names)
+        left = sum(1 for claim in facts.claims if claim.holder not in names)
         serving = [row for row in live if row.only_run is None and not row.drains]
         held = f"; {_count(left, 'attempt')} held by workers that are gone" if left else ""
         if not serving and (self._strict or ready or left):

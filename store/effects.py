@@ -46,7 +46,7 @@ def start(
         (request.ordinal, fence.attempt_id),
     ).fetchone()
     if row is None or row[0] != "claimed" or row[1] != fence.delivery or row[2] != fence.holder:
-        raise LeaseLost(f"attempt {fence.attempt_id}, delivery {fence.delivery} was taken away")
+        raise fence.lost()
     run_id, task_id, number, run_state, cancelled, paused, deadline, trace_id = row[3:11]
     check_versions(run_id, row[11], row[12])
     events: list[Event] = []
@@ -313,10 +313,31 @@ def abandon(tx: Connection, attempt_ids: list[int], events: list[Event], *, now:
                 (now, attempt_id),
             )
         )
-        events.extend(
-            Event("effect.cancelled", task_id, canonical({"effectId": effect_id, "reason": "attempt_closed"}))
-            for effect_id, task_id in rows
+        events.extend(_cancelled(rows, "attempt_closed"))
+
+
+def stop(tx: Connection, first_task: int, last_task: int, events: list[Event], *, reason: str, now: int) -> None:
+    """A stop ends what these tasks have requested and nobody has begun, whether it waits for a worker or a person.
+
+    The effect of an attempt that the budget has denied stays `requested`: that attempt has failed before (contract 6).
+    """
+    rows = all_rows(
+        tx.execute(
+            "UPDATE effects SET status = 'cancelled', completed_at = ? WHERE attempt_id IN "
+            "(SELECT attempt_id FROM attempts WHERE live_task BETWEEN ? AND ? AND state IN ('ready', 'waiting')) "
+            "AND status IN ('requested', 'waiting_for_approval') RETURNING effect_id, task_id",
+            (now, first_task, last_task),
         )
+    )
+    events.extend(_cancelled(rows, reason))
+
+
+def _cancelled(rows: list[tuple[str, str]], reason: str) -> list[Event]:
+    """The events of effects (id, task) that were never sent and never will be."""
+    return [
+        Event("effect.cancelled", task_id, canonical({"effectId": effect_id, "reason": reason}))
+        for effect_id, task_id in rows
+    ]
 
 
 def recorded(tx: Connection, attempt_id: int) -> dict[int, RecordedStep]:

@@ -55,6 +55,7 @@ from .records import (
     FinishedAttempt,
     Following,
     HeldAttempt,
+    HeldClaim,
     LiveAttempt,
     MemoryWrite,
     NewReconciliation,
@@ -87,6 +88,8 @@ COLLECT_ENTRIES = 256
 CROWDED_RATE = 600.0
 """Results a second of one worker from which its work takes nothing but the processor: another worker on the same
 processors would only be in its way."""
+EVERYBODY = 1000
+"""As many workers as are called where nobody counts how many are needed."""
 LONE_SECONDS = 0.02
 """How long a run that was alone is believed to be so by those who look ahead: no other run waits longer for that."""
 
@@ -323,7 +326,7 @@ class Store:
             taken = runs.withdraw_pause(tx, run_id, actor=actor, now=self.clock.now())
         if taken:
             self.wake_driver(run_id)
-            self.wake_workers()
+            self.wake_workers(run_id)
         return taken
 
     def resolve_approval(self, approval_id: str, *, approve: bool, actor: str, reason: str) -> str:
@@ -408,7 +411,7 @@ class Store:
                 if rate is None or rate >= CROWDED_RATE * hands:
                     wanted -= batch.brief - min(batch.brief, max(0, self._processors - hands))
             if wanted:
-                sleepers = processes.idle_workers(tx, wanted)
+                sleepers = processes.idle_workers(tx, wanted, for_run=run.run_id)
         for sleeper in sleepers:
             self.wakes.wake(sleeper)
         self.database.sync()
@@ -419,10 +422,10 @@ class Store:
         with self.database.read() as tx:
             return task_queue.brisk(tx, now=self.clock.now()) >= self._processors
 
-    def wake_workers(self, limit: int = 1000) -> None:
-        """Call idle workers: there may be work."""
+    def wake_workers(self, run_id: str, limit: int = EVERYBODY) -> None:
+        """Call idle workers: there may be work of this run."""
         with self.database.read() as tx:
-            sleepers = processes.idle_workers(tx, limit)
+            sleepers = processes.idle_workers(tx, limit, for_run=run_id)
         for sleeper in sleepers:
             self.wakes.wake(sleeper)
 
@@ -830,8 +833,8 @@ class Store:
             runs.renew_runs(tx, process_id, lease_ms=lease_ms, now=now)
             return processes.heartbeat(tx, process_id, rss_bytes=rss, done=0, failed=0, now=now)
 
-    def claims(self, holders: Iterable[str] | None = None) -> list[tuple[int, int, str, str, int]]:
-        """(attempt, delivery, holder, run, lease end) of claimed attempts, of some holders or of all."""
+    def claims(self, holders: Iterable[str] | None = None) -> list[HeldClaim]:
+        """Claimed attempts, of some holders or of all."""
         with self.database.read() as tx:
             return task_queue.all_claims(tx) if holders is None else task_queue.claims_of(tx, holders)
 
@@ -867,7 +870,8 @@ class Store:
             for process_id in dead:
                 processes.set_state(tx, process_id, "dead", now=now)
             drivers = runs.drivers(tx)
-            sleepers = processes.idle_workers(tx, len(outcomes))
+            # It may be work of several runs, some with workers of their own, and a rescue is rare.
+            sleepers = processes.idle_workers(tx, EVERYBODY, for_run=None) if outcomes else []
         for process_id in [*drivers, *sleepers]:
             self.wakes.wake(process_id)
         for process_id in dead:

@@ -14,7 +14,7 @@ from . import asides, process_identity, processes, task_queue
 from .database import Connection, Database, all_rows
 from .gate import WAL_WRITE_LOCK, record_locks
 from .process_identity import Liveness
-from .records import ProcessRow, record
+from .records import HeldClaim, ProcessRow, record
 
 WAL_READERS = range(WAL_WRITE_LOCK + 3, WAL_WRITE_LOCK + 8)
 """Where SQLite locks its shared memory: the write lock, then checkpoint and recovery, then five marks of readers."""
@@ -30,8 +30,7 @@ class Facts:
     held: dict[str, int]
     oldest_ready_at: int | None
     oldest_finished_at: int | None
-    claims: list[tuple[int, int, str, str, int]]
-    """(attempt, delivery, holder, run, lease end)"""
+    claims: list[HeldClaim]
     drivers: dict[str, str | None]
     """The driver of each open run."""
     problems: dict[str, dict[str, Any]]

@@ -11,8 +11,12 @@ from collections.abc import Sequence
 
 from .canonical import canonical
 from .database import Connection, all_rows
-from .errors import LeaseLost, RunMoved
+from .errors import RunMoved
 from .records import Event, Fence, HeldAttempt
+
+CONFIRMED = "(SELECT COUNT(*) FROM effects e WHERE e.attempt_id = attempts.attempt_id AND e.status = 'succeeded')"
+"""How many effects of an attempt are confirmed. Kept as `lost_effects` when a delivery ends without a result: the next
+one has made progress only if there are more by then (see `task_queue.rescue`)."""
 
 
 def hold(tx: Connection, fence: Fence, why: str, *, task_state: str, units: dict[str, int] | None, now: int) -> Event:
@@ -21,14 +25,13 @@ def hold(tx: Connection, fence: Fence, why: str, *, task_state: str, units: dict
     `why` is `approval` or `budget`; for the latter `units` are what it needs. Raises `LeaseLost`.
     """
     row = tx.execute(
-        "UPDATE attempts SET state = 'ready', queue = NULL, hold = ?, hold_json = ?, holder = NULL, "
-        "lease_expires_at = NULL, lost_effects = (SELECT COUNT(*) FROM effects e "
-        "WHERE e.attempt_id = attempts.attempt_id AND e.status = 'succeeded') "
+        "UPDATE attempts SET state = 'ready', queue = NULL, hold = ?, hold_json = ?, holder = NULL, "  # noqa: S608
+        f"lease_expires_at = NULL, lost_effects = {CONFIRMED} "
         "WHERE attempt_id = ? AND delivery = ? AND holder = ? AND state = 'claimed' RETURNING task_no, task_id",
         (why, None if units is None else canonical(units), fence.attempt_id, fence.delivery, fence.holder),
     ).fetchone()
     if row is None:
-        raise LeaseLost(f"attempt {fence.attempt_id}, delivery {fence.delivery} was taken away")
+        raise fence.lost()
     tx.execute("UPDATE tasks SET state = ?, updated_at = ? WHERE task_no = ?", (task_state, now, row[0]))
     payload = {"from": "running", "to": task_state, "reason": why, "delivery": fence.delivery}
     return Event("task.transition", row[1], canonical(payload))

@@ -85,13 +85,17 @@ def get(tx: Connection, process_id: str) -> ProcessRow | None:
     return ProcessRow(*row) if row else None
 
 
-def idle_workers(tx: Connection, limit: int) -> list[str]:
-    """Workers that sleep and may be woken."""
+def idle_workers(tx: Connection, limit: int, *, for_run: str | None) -> list[str]:
+    """Workers that sleep and may be woken for the work of a run; None: for that of whatever run.
+
+    One that serves another run only would look, sleep again, and nobody else would have been called.
+    """
     return [
         row[0]
         for row in tx.execute(
-            "SELECT process_id FROM processes WHERE kind = 'worker' AND state = 'idle' AND stopped_at IS NULL LIMIT ?",
-            (limit,),
+            "SELECT process_id FROM processes WHERE kind = 'worker' AND state = 'idle' AND stopped_at IS NULL "
+            "AND (?1 IS NULL OR only_run IS NULL OR only_run = ?1) LIMIT ?2",
+            (for_run, limit),
         )
     ]
 

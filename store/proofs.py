@@ -15,8 +15,8 @@ from .canonical import canonical, effect_id, hex_digest, text_digest
 from .database import Connection, all_rows
 from .records import Run
 
-_NOT_SENT = frozenset({"requested", "not_dispatched", "cancelled"})
-"""Last events of an effect that is not in flight and has no result. A stop cancels without an event of the effect."""
+_NOT_SENT = frozenset({"requested", "not_dispatched"})
+"""Last events of an effect that is not in flight and has no result. Stops of earlier versions cancelled without one."""
 
 
 _CREATED = frozenset({"run.created", "retry.created", "repair.created"})
@@ -290,8 +290,8 @@ class _Told:
             (*span, run.run_id),
         ):
             last = self.effects.pop(effect, "")
-            ended = status in ("started", "succeeded", "failed", "uncertain")
-            if (last != status) if ended else (last not in _NOT_SENT):
+            waits = status in ("requested", "waiting_for_approval", "cancelled")
+            if last != status and not (waits and last in _NOT_SENT):
                 yield f"effect {effect[:12]} is {status}, the audit trail says something else"
             if self.sent.get(effect, (0, None)) != (dispatches, begun):
                 yield f"the audit trail tells of other dispatches of effect {effect[:12]}"

@@ -12,7 +12,7 @@ from typing import Any
 
 from .canonical import canonical, text_digest
 from .database import Connection, all_rows
-from .errors import ConflictError, IncompatibleVersion, LeaseLost
+from .errors import ConflictError, IncompatibleVersion
 from .records import PROTOCOL_CALL_VERSION, PROTOCOL_SESSION_VERSION, Event, Fence, ProtocolNote
 
 OPEN = ("prepared", "submitting", "polling", "cancellation_requested")
@@ -28,7 +28,7 @@ def tell(tx: Connection, fence: Fence, effect_id: str, note: ProtocolNote, *, no
         (effect_id, fence.attempt_id, fence.delivery, fence.holder),
     ).fetchone()
     if row is None:
-        raise LeaseLost(f"attempt {fence.attempt_id}, delivery {fence.delivery} was taken away")
+        raise fence.lost()
     events: list[Event] = []
     write(tx, row[0], row[1], effect_id, note, events, now=now)
     return row[0], events

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from . import audit, conversations, ledger, process_identity, processes, protocols, runs, standing
+from . import audit, conversations, holds, ledger, process_identity, processes, protocols, runs, standing
 from .canonical import canonical, text_digest
 from .database import Connection
 from .errors import ConflictError, IncompatibleVersion, NotFoundError
@@ -336,9 +336,9 @@ def _take_up_again(
 ) -> None:
     """The same attempt goes on with the recorded answer, as soon as its driver gives it a place."""
     row = tx.execute(
-        "UPDATE attempts SET state = 'ready', queue = NULL, hold = 'place', outcome = NULL, result_json = NULL, "
-        "result_effect = NULL, error_json = NULL, holder = NULL, finished_at = NULL, lost_effects = "
-        "(SELECT COUNT(*) FROM effects e WHERE e.attempt_id = attempts.attempt_id AND e.status = 'succeeded') "
+        "UPDATE attempts SET state = 'ready', queue = NULL, hold = 'place', outcome = NULL, result_json = NULL, "  # noqa: S608
+        "result_effect = NULL, error_json = NULL, holder = NULL, finished_at = NULL, "
+        f"lost_effects = {holds.CONFIRMED} "
         "WHERE attempt_id = ? AND state IN ('waiting', 'finished') AND outcome = 'uncertain' AND result_effect = ? "
         "RETURNING task_no, task_id, number",
         (attempt_id, new.effect_id),

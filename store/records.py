@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any, TypeVar, dataclass_transform
+from typing import Any, NamedTuple, TypeVar, dataclass_transform
+
+from .errors import LeaseLost
 
 Record = TypeVar("Record")
 
@@ -131,6 +133,20 @@ class Fence:
     attempt_id: int
     delivery: int
     holder: str
+
+    def lost(self) -> LeaseLost:
+        """What to raise where it does not hold any more."""
+        return LeaseLost(f"attempt {self.attempt_id}, delivery {self.delivery} was taken away")
+
+
+class HeldClaim(NamedTuple):
+    """A claimed attempt as others see it: which delivery, who holds it, and until when (epoch ms)."""
+
+    attempt_id: int
+    delivery: int
+    holder: str
+    run_id: str
+    lease_expires_at: int
 
 
 @record

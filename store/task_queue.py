@@ -8,10 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Sequence
 
-from . import audit, effects, protocols, runs, standing
+from . import audit, effects, holds, protocols, runs, standing
 from .canonical import canonical
 from .database import Connection, all_rows
-from .errors import LeaseLost
 from .records import (
     PLAN_FORMAT_VERSION,
     RUNTIME_STATE_VERSION,
@@ -21,6 +20,7 @@ from .records import (
     Event,
     Fence,
     FinishedAttempt,
+    HeldClaim,
     LiveAttempt,
     NewAttempt,
     NextRun,
@@ -179,13 +179,13 @@ def release(tx: Connection, fence: Fence, *, reason: str, now: int) -> Event:
     for the caller's transaction.
     """
     tx.execute(
-        "UPDATE attempts SET state = 'ready', queue = 'ready', holder = NULL, lease_expires_at = NULL, lost_effects = "
-        "(SELECT COUNT(*) FROM effects e WHERE e.attempt_id = attempts.attempt_id AND e.status = 'succeeded') "
+        "UPDATE attempts SET state = 'ready', queue = 'ready', holder = NULL, lease_expires_at = NULL, "  # noqa: S608
+        f"lost_effects = {holds.CONFIRMED} "
         "WHERE attempt_id = ? AND delivery = ? AND holder = ? AND state = 'claimed'",
         (fence.attempt_id, fence.delivery, fence.holder),
     )
     if tx.changes() != 1:
-        raise LeaseLost(f"attempt {fence.attempt_id}, delivery {fence.delivery} was taken away")
+        raise fence.lost()
     row = tx.execute(
         "UPDATE tasks SET state = 'ready', updated_at = ? "
         "WHERE task_no = (SELECT task_no FROM attempts WHERE attempt_id = ?) AND state = 'running' RETURNING task_id",
@@ -213,7 +213,7 @@ def finish(tx: Connection, fence: Fence, end: AttemptEnd, *, now: int) -> None:
         ),
     )
     if tx.changes() != 1:
-        raise LeaseLost(f"attempt {fence.attempt_id}, delivery {fence.delivery} was taken away")
+        raise fence.lost()
 
 
 def finished(
@@ -284,29 +284,17 @@ def claimed_positions(tx: Connection, run_id: str, first_task: int) -> set[int]:
     }
 
 
-def claims_of(tx: Connection, holders: Iterable[str]) -> list[tuple[int, int, str, str, int]]:
-    """(attempt, delivery, holder, run, lease end) of everything that these processes hold."""
-    found: list[tuple[int, int, str, str, int]] = []
-    for holder in holders:
-        found.extend(
-            all_rows(
-                tx.execute(
-                    "SELECT attempt_id, delivery, holder, run_id, lease_expires_at FROM attempts "
-                    "WHERE queue = 'claimed' AND holder = ?",
-                    (holder,),
-                )
-            )
-        )
-    return found
+_CLAIMS = "SELECT attempt_id, delivery, holder, run_id, lease_expires_at FROM attempts WHERE queue = 'claimed'"
 
 
-def all_claims(tx: Connection) -> list[tuple[int, int, str, str, int]]:
-    """(attempt, delivery, holder, run, lease end) of every claimed attempt."""
-    return all_rows(
-        tx.execute(
-            "SELECT attempt_id, delivery, holder, run_id, lease_expires_at FROM attempts WHERE queue = 'claimed'"
-        )
-    )
+def claims_of(tx: Connection, holders: Iterable[str]) -> list[HeldClaim]:
+    """Everything that these processes hold."""
+    return [HeldClaim(*row) for holder in holders for row in tx.execute(f"{_CLAIMS} AND holder = ?", (holder,))]
+
+
+def all_claims(tx: Connection) -> list[HeldClaim]:
+    """Every claimed attempt."""
+    return [HeldClaim(*row) for row in tx.execute(_CLAIMS)]
 
 
 def started_effects(tx: Connection, attempt_ids: Iterable[int]) -> list[str]:
@@ -335,83 +323,102 @@ def rescue(
     - `worker_lost`: the bound of deliveries is reached. Deliveries that confirmed a new effect do not count.
     """
     row = tx.execute(
-        "SELECT a.run_id, a.task_no, a.task_id, a.lost, a.lost_effects, r.max_deliveries, a.holder FROM attempts a "  # noqa: S608
-        "JOIN runs r USING (run_id) WHERE a.attempt_id = ? AND a.delivery = ? AND a.state = 'claimed' "
+        "SELECT run_id, task_no, task_id, holder, lost, lost_effects, max_deliveries, "  # noqa: S608
+        f"{holds.CONFIRMED} FROM attempts JOIN runs r USING (run_id) "
+        "WHERE attempt_id = ? AND delivery = ? AND attempts.state = 'claimed' "
         "AND r.runtime_state_version <= ? AND r.plan_format_version <= ? "
         f"AND {runs.NOTHING_NEWER.format('r.run_id')}",
         (attempt_id, delivery, RUNTIME_STATE_VERSION, PLAN_FORMAT_VERSION),
     ).fetchone()
     if row is None:
         return None
-    run_id, task_no, task_id, lost, lost_effects, max_deliveries = row[:6]
-    events: list[Event] = []
-    blocked: str | None = None
-    started = all_rows(
-        tx.execute(
-            "SELECT effect_id, effect_class, idempotency FROM effects WHERE attempt_id = ? AND status = 'started'",
-            (attempt_id,),
-        )
-    )
-    confirmed = tx.execute(
-        "SELECT COUNT(*) FROM effects WHERE attempt_id = ? AND status = 'succeeded'", (attempt_id,)
-    ).fetchone()
-    confirmed_count = int(confirmed[0]) if confirmed else 0
-    if confirmed_count <= lost_effects:
+    run_id, task_no, task_id, holder, lost, lost_effects, max_deliveries, confirmed = row
+    if confirmed <= lost_effects:
         lost += 1
-    for effect_id, effect_class, idempotency in started:
-        repeatable = may_repeat(effect_class, idempotency) and not holder_may_live
-        if repeatable and lost < max_deliveries:
-            events.append(effects.back_to_requested(tx, effect_id, task_id, events, reason=why, now=now))
-            continue
-        holder = row[6] if holder_may_live else None
-        events.append(effects.mark_uncertain(tx, effect_id, task_id, reason=why, holder=holder, now=now))
-        events += protocols.lost(tx, effect_id, task_id, now=now)
-        if repeatable:
-            # Nobody sends it again: that it was sent and never confirmed is the last that is known of it.
-            effects.supersede(tx, run_id, [effect_id], events, now=now)
-        else:
-            blocked = effect_id
-    if blocked is not None:
-        outcome = "uncertain"
-        error = canonical(
-            {
-                "code": "uncertain_effect",
-                "message": f"{why} while effect {blocked[:12]} was in flight; whether it happened is not known",
-                "retryable": False,
-            }
-        )
-    elif lost >= max_deliveries:
-        outcome = "worker_lost"
-        error = canonical(
-            {
-                "code": "worker_lost",
-                "message": f"{lost} workers were lost with this task; the last time: {why}",
-                "retryable": False,
-            }
-        )
-    else:
-        outcome = "ready"
-        error = None
-    if outcome == "ready":
+    exhausted = lost >= max_deliveries
+    events: list[Event] = []
+    holder = holder if holder_may_live else None
+    blocked = _settle_started(
+        tx, run_id, attempt_id, task_id, events, again=not exhausted, why=why, holder_may_live=holder, now=now
+    )
+    if blocked is None and not exhausted:
         tx.execute(
             "UPDATE attempts SET state = 'ready', queue = 'ready', holder = NULL, lease_expires_at = NULL, lost = ?, "
             "lost_effects = ? WHERE attempt_id = ?",
-            (lost, confirmed_count, attempt_id),
+            (lost, confirmed, attempt_id),
         )
         tx.execute(
             "UPDATE tasks SET state = 'ready', updated_at = ? WHERE task_no = ? AND state = 'running'", (now, task_no)
         )
         payload = {"from": "running", "to": "ready", "reason": why, "delivery": delivery}
         events.append(Event("task.transition", task_id, canonical(payload)))
+        outcome = "ready"
     else:
+        if blocked is not None:
+            outcome = "uncertain"
+            error = {
+                "code": "uncertain_effect",
+                "message": f"{why} while effect {blocked[:12]} was in flight; whether it happened is not known",
+                "retryable": False,
+            }
+        else:
+            outcome = "worker_lost"
+            error = {
+                "code": "worker_lost",
+                "message": f"{lost} workers were lost with this task; the last time: {why}",
+                "retryable": False,
+            }
         tx.execute(
             "UPDATE attempts SET state = 'finished', queue = 'finished', outcome = ?, error_json = ?, "
-            "result_effect = ?, lost = ?, "
-            "lease_expires_at = NULL, finished_at = ? WHERE attempt_id = ?",
-            ("uncertain" if blocked else "failed", error, blocked, lost, now, attempt_id),
+            "result_effect = ?, lost = ?, lease_expires_at = NULL, finished_at = ? WHERE attempt_id = ?",
+            (
+                "failed" if blocked is None else "uncertain",
+                canonical(error),
+                blocked,
+                lost,
+                now,
+                attempt_id,
+            ),
         )
-        events.append(
-            Event("attempt.lost", task_id, canonical({"reason": why, "delivery": delivery, "outcome": outcome}))
-        )
+        payload = {"reason": why, "delivery": delivery, "outcome": outcome}
+        events.append(Event("attempt.lost", task_id, canonical(payload)))
     audit.append(tx, run_id, events, actor=actor, now=now)
     return outcome
+
+
+def _settle_started(
+    tx: Connection,
+    run_id: str,
+    attempt_id: int,
+    task_id: str,
+    events: list[Event],
+    *,
+    again: bool,
+    why: str,
+    holder_may_live: str | None,
+    now: int,
+) -> str | None:
+    """Settle the effects in flight of an attempt whose holder is dead; one that must not be repeated, or None.
+
+    `again`: another delivery follows, if none of them forbids it. `holder_may_live`: the holder, if it could not be
+    ended; it may be carrying them out still, so none of them is repeated.
+    """
+    blocked: str | None = None
+    for effect_id, effect_class, idempotency in all_rows(
+        tx.execute(
+            "SELECT effect_id, effect_class, idempotency FROM effects WHERE attempt_id = ? AND status = 'started'",
+            (attempt_id,),
+        )
+    ):
+        repeatable = may_repeat(effect_class, idempotency) and holder_may_live is None
+        if repeatable and again:
+            events.append(effects.back_to_requested(tx, effect_id, task_id, events, reason=why, now=now))
+            continue
+        events.append(effects.mark_uncertain(tx, effect_id, task_id, reason=why, holder=holder_may_live, now=now))
+        events += protocols.lost(tx, effect_id, task_id, now=now)
+        if repeatable:
+            # Nobody sends it again: that it was sent and never confirmed is the last that is known of it.
+            effects.supersede(tx, run_id, [effect_id], events, now=now)
+        else:
+            blocked = effect_id
+    return blocked

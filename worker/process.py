@@ -374,7 +374,7 @@ class Worker:
             self._store.release(following.claim, effect=effect, reason="drain")
         except LeaseLost:
             return
-        self._store.wake_workers(1)
+        self._store.wake_workers(following.claim.run_id, 1)
 
     # -- being idle ------------------------------------------------------------------------------------------------
 

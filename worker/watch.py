@@ -76,8 +76,9 @@ class Token:
     def reset(self) -> None:
         """Make ready for the next attempt."""
         if self._reason is not None:
-            self._reason = None
+            # In this order: a signal handler that cancels in between is repeated by the worker (see `_execute`).
             os.eventfd_read(self._fd)
+            self._reason = None
 
 
 class Watch:
@@ -107,6 +108,8 @@ class Watch:
         self._listener = listener
         self._parent = parent_sentinel
         self._current: tuple[Claim, float] | None = None
+        self._changing = threading.Lock()
+        """Held by whoever puts another attempt into `_current`, or cancels the one that is there."""
         self._active = threading.Event()
         self._parked = threading.Event()
         self._parked.set()
@@ -118,8 +121,9 @@ class Watch:
 
     def begin(self, claim: Claim) -> None:
         """An attempt starts to run."""
-        self.token.reset()
-        self._current = (claim, self._clock.monotonic())
+        with self._changing:
+            self.token.reset()
+            self._current = (claim, self._clock.monotonic())
         if not self._active.is_set():
             self._parked.clear()
             self._active.set()
@@ -215,6 +219,7 @@ class Watch:
         return next_beat
 
     def _cancel(self, current: tuple[Claim, float], reason: str) -> None:
-        # The attempt may have ended while we looked; the next one must not be hit.
-        if self._current is current:
-            self.token.cancel(reason)
+        # The attempt may have ended while we looked; the next one, maybe of another run, must not be hit.
+        with self._changing:
+            if self._current is current:
+                self.token.cancel(reason)

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from agentctl.cli.pool import finish_request
 from agentctl.coordinator.compiler import compile_workflow
 from agentctl.coordinator.definition import load_workflow
 from agentctl.coordinator.driver import Coordinator
@@ -16,11 +17,11 @@ from agentctl.coordinator.submission import submit
 from agentctl.store.engine import Store
 from agentctl.store.errors import ConflictError, CorruptStore, IncompatibleVersion
 from agentctl.store.faults import Faults
-from agentctl.store.records import EffectEnd
+from agentctl.store.records import EffectEnd, RunDocuments
 from agentctl.store.timing import Timing
 from support.builders import Hand, effect_request, open_store
 from support.clock import FixedIds, ManualClock
-from support.rows import scalar
+from support.rows import check_chains, scalar
 
 DOCUMENT = """
 apiVersion: agentctl.dev/v1
@@ -158,6 +159,51 @@ def test_a_driver_that_lost_its_run_writes_nothing_more(
     second.close()
 
 
+def test_a_run_that_is_taken_away_at_once_is_that_of_the_other(
+    store: Store, clock: ManualClock, ids: FixedIds, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run_id = submitted(store, ids, tmp_path)
+    first, second = (coordinator_of(store, clock, ids, adopts=False) for _ in range(2))
+    documents = store.run_documents
+
+    def documents_late(name: str) -> RunDocuments:
+        monkeypatch.undo()
+        assert second.take(store.get_run(run_id), resume=False)
+        return documents(name)
+
+    monkeypatch.setattr(store, "run_documents", documents_late)
+    assert not first.take(store.get_run(run_id), resume=False)
+    assert run_id not in first.drivers
+    drive(second, clock, rounds=3)
+    assert store.get_run(run_id).state == "succeeded"
+    first.close()
+    second.close()
+
+
+@pytest.mark.parametrize("paused", [True, False])
+def test_who_finishes_a_request_takes_no_run_from_a_driver(
+    store: Store, clock: ManualClock, ids: FixedIds, tmp_path: Path, paused: bool
+) -> None:
+    """Two cancel a run that nobody drives; the second has looked before the first took it, and is slower."""
+    run_id = submitted(store, ids, tmp_path)
+    if paused:
+        asked = coordinator_of(store, clock, ids, adopts=False)
+        store.request_pause(run_id, reason="x", actor="tester")
+        assert asked.take(store.get_run(run_id), resume=False)
+        drive(asked, clock, rounds=2)
+        asked.close()
+        assert store.get_run(run_id).state == "paused"
+    store.request_cancel(run_id, reason="x", actor="tester")
+    seen = store.get_run(run_id)
+    faster = coordinator_of(store, clock, ids, adopts=False)
+    assert faster.take(store.get_run(run_id), resume=True)
+    finish_request(store, seen, resume=True, patience=60.0)
+    assert store.get_run(run_id).driver == faster.process_id
+    drive(faster, clock, rounds=3)
+    assert store.get_run(run_id).state == "cancelled"
+    faster.close()
+
+
 def test_a_silent_driver_is_followed_only_after_lease_and_grace(
     store: Store, clock: ManualClock, ids: FixedIds, tmp_path: Path
 ) -> None:
@@ -178,6 +224,62 @@ def test_a_silent_driver_is_followed_only_after_lease_and_grace(
     assert store.get_run(run_id).state == "succeeded"
     silent.close()
     other.close()
+
+
+# -- attempts that nobody takes again ------------------------------------------------------------------------------
+
+ONE = """
+apiVersion: agentctl.dev/v1
+kind: Workflow
+metadata: {name: one}
+spec:
+  policy: {approval: never}
+  runtime: {maxConcurrency: 2}
+  actions: {look: {kind: builtin.read, with: {path: x}}}
+  tasks:
+    - {id: fails, uses: "action:look"}
+    - {id: slow, uses: "action:look"}
+"""
+
+
+@pytest.mark.parametrize("lost", [True, False])
+@pytest.mark.parametrize("why", ["cancel", "pause after a failure"])
+def test_what_comes_back_after_a_stop_is_ended(
+    store: Store, clock: ManualClock, ids: FixedIds, tmp_path: Path, lost: bool, why: str
+) -> None:
+    """The stop left an attempt to finish; its worker dies, or gives it back, and no other takes it."""
+    file = tmp_path / "one.yaml"
+    file.write_text(ONE)
+    document = load_workflow(file)
+    run_id = submit(store, document, compile_workflow(document), {}, ids=ids, base_path=tmp_path, actor="tester").run_id
+    coordinator = coordinator_of(store, clock, ids, adopts=True)
+    drive(coordinator, clock, 3)
+    first, second = Hand(store, "worker-1"), Hand(store, "worker-2")
+    fails, slow = first.take(), second.take()
+    request = effect_request(slow, idempotency="idempotent")
+    second.start(slow, request)
+    if why == "cancel":
+        first.finish(fails)
+        store.request_cancel(run_id, reason="x", actor="tester")
+    else:
+        first.finish(fails, "failed")
+        coordinator.tick()
+        store.request_pause(run_id, reason="x", actor="tester")
+    coordinator.tick()
+    coordinator.tick()
+    assert scalar(store, "SELECT state FROM tasks WHERE task_id = 'slow'") == "running"
+    if lost:
+        assert store.rescue([(slow.fence.attempt_id, 1)], dead=[], why="died", actor="x") == ["ready"]
+    else:
+        store.release(slow, effect=EffectEnd(request.effect_id, "lost", dispatch=1), reason="drain")
+    coordinator.tick()
+    coordinator.tick()
+    run = store.get_run(run_id)
+    assert (run.state, run.driver) == ("cancelled" if why == "cancel" else "failed", None)
+    assert scalar(store, "SELECT state FROM tasks WHERE task_id = 'slow'") == "cancelled"
+    assert scalar(store, "SELECT status FROM effects") == "cancelled"
+    check_chains(store)
+    coordinator.close()
 
 
 # -- a driver that many attempts keep up ---------------------------------------------------------------------------

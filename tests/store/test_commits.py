@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import select
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from agentctl.store import audit
+from agentctl.store import audit, wakeups
 from agentctl.store.canonical import canonical, text_digest
 from agentctl.store.engine import BATCH_RESULTS, Store
 from agentctl.store.errors import ConflictError, CorruptStore, IncompatibleVersion, RunMoved
 from agentctl.store.records import AttemptHeld, Batch, EffectEnd, Event
-from support.builders import LEASE_MS, Driver, Hand, effect_request, new_run, open_store, refresh
+from support.builders import LEASE_MS, Driver, Hand, effect_request, new_run, open_store, process_row, refresh
 from support.clock import ManualClock
 from support.rows import attempt, check_chains, effect, everything, one, rebuild, rows, scalar, task_state
 
@@ -42,6 +44,34 @@ def ending(*positions: int) -> Batch:
         batch.changes.append([position, "succeeded", 1, text_digest('"out"'), None])
         batch.events.append(Event("task.transition", f"t{position}", '{"to":"succeeded"}'))
     return batch
+
+
+# -- who is called ----------------------------------------------------------------------------------------------------
+
+
+def test_new_work_calls_a_worker_that_may_take_it(store: Store, driver: Driver) -> None:
+    """The workers of another foreground run sleep, too, and came first; they take nothing of this one."""
+    with contextlib.ExitStack() as stack:
+        listeners = {}
+        for name, only_run in (("worker-1", "run-9"), ("worker-2", "run-1"), ("worker-3", None)):
+            store.register(process_row(name, state="idle", only_run=only_run))
+            listeners[name] = stack.enter_context(contextlib.closing(store.wakes.listen(name)))
+
+        def called() -> list[str]:
+            found = select.select(list(listeners.values()), [], [], 0)[0]
+            for listener in found:
+                wakeups.drain(listener)
+            return [name for name, listener in listeners.items() if listener in found]
+
+        driver.enqueue([0])
+        assert called() == ["worker-2"]
+        driver.enqueue([1, 2, 3])
+        assert called() == ["worker-2", "worker-3"]
+        store.wake_workers("run-1", 1)
+        assert called() == ["worker-2"]
+        claim = Hand(store, "worker-4").take()
+        store.rescue([(claim.fence.attempt_id, 1)], dead=[], why="died", actor="x")
+        assert called() == ["worker-1", "worker-2", "worker-3"], "it may be work of whatever run"
 
 
 # -- the driver's lease ------------------------------------------------------------------------------------------------
@@ -230,10 +260,10 @@ def test_a_batch_is_all_or_nothing(store: Store, driver: Driver) -> None:
     doubled.memory = [("m", 2, "1"), ("m", 2, "2")]
     with pytest.raises(ConflictError):
         driver.write(doubled)
-    taken = ending(3)
-    taken.closed = [999]
-    with pytest.raises(RunMoved):
-        driver.write(taken)
+    for gone in (Batch(closed=[999]), Batch(parked=[999])):
+        gone.finals = [final(3)]
+        with pytest.raises(RunMoved):
+            driver.write(gone)
     assert everything(store) == before
 
 
@@ -287,6 +317,29 @@ def test_a_stop_ends_what_has_not_begun(store: Store, driver: Driver, reason: st
     statuses = rows(store, "SELECT status FROM effects ORDER BY attempt_id")
     assert statuses == [("cancelled",), ("uncertain",)], "an uncertain effect stays what it is"
     assert Hand(store).claim() is None
+    check_chains(store)
+
+
+@pytest.mark.parametrize("reason", ["task_failed", "cancel_requested"])
+def test_a_stop_tells_of_every_effect_that_it_cancels(store: Store, driver: Driver, reason: str) -> None:
+    """Every transition of an effect has an event: one waits for a person, one for a worker."""
+    driver.enqueue([0, 1])
+    hand = Hand(store)
+    asking = hand.take()
+    assert isinstance(hand.start(asking, effect_request(asking, ask=True)), AttemptHeld)
+    given_back = hand.take()
+    request = effect_request(given_back)
+    hand.start(given_back, request)
+    store.release(given_back, effect=EffectEnd(request.effect_id, "requested"), reason="drain")
+    driver.write(Batch(stop=reason))
+    cancelled = rows(store, "SELECT effect_id, task_id FROM effects WHERE status = 'cancelled' ORDER BY attempt_id")
+    told = rows(
+        store,
+        "SELECT json_extract(payload_json, '$.effectId'), task_id, json_extract(payload_json, '$.reason') "
+        "FROM audit_events WHERE event_type = 'effect.cancelled' ORDER BY event_no",
+    )
+    assert told == [(effect_id, task_id, reason) for effect_id, task_id in cancelled]
+    assert len(told) == 2
     check_chains(store)
 
 

@@ -8,7 +8,9 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import agentctl.store
+import apsw
 import pytest
+from agentctl.store import database
 from agentctl.store.embedding import LocalHash
 from agentctl.store.engine import Store
 from agentctl.store.long_term import new_write
@@ -46,6 +48,17 @@ NOT_SYNCED = {
     "database.Database._record_statement": "it is stated anew at every opening",
 }
 """Functions that write without a sync, and why that is no broken promise."""
+
+
+def test_a_library_that_others_may_use_is_not_shut_down(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A binding of the system's own SQLite shares it with Python's `sqlite3`, whose connections it does not know."""
+    shut: list[bool] = []
+    monkeypatch.setattr(apsw, "connections", list)
+    monkeypatch.setattr(apsw, "shutdown", lambda: shut.append(True))
+    database._count_no_memory(own_library=False)
+    assert shut == []
+    database._count_no_memory(own_library=True)
+    assert shut == [True], "else this would prove nothing"
 
 
 def test_who_writes_without_a_sync_has_a_reason() -> None:

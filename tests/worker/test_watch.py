@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import socket
+import threading
 from pathlib import Path
 
 import pytest
@@ -74,5 +75,45 @@ def test_an_attempt_beyond_its_limit_hangs_unless_it_moves(
     clock.advance(0.1)
     with pytest.raises(_Ended):
         watch._look(store, current, beat)
+    store.close()
+    theirs.close()
+
+
+def test_the_end_of_one_attempt_is_not_that_of_the_next(
+    tmp_path: Path, clock: ManualClock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A cancellation meets an attempt that ends at this very moment, and whose worker has the next one already."""
+    store = Store(tmp_path / "agentctl.db", clock, create=True)
+    store.create_run(new_run(tasks=2))
+    Driver(store, "run-1").enqueue([0, 1])
+    first, second = Hand(store, "worker-1").take(), Hand(store, "worker-2").take()
+    ours, theirs = socket.socketpair()
+    watch = Watch(tmp_path / "agentctl.db", clock, Timing(), "worker-1", ours, None)
+    watch._current = current = (first, clock.monotonic())
+    failed: list[Exception] = []
+
+    def go_on() -> None:
+        watch.end()
+        try:
+            watch.begin(second)
+        except Exception as error:
+            failed.append(error)
+
+    worker = threading.Thread(target=go_on)
+    write = os.eventfd_write
+
+    def write_late(descriptor: int, value: int) -> None:
+        if worker.ident is None:
+            worker.start()
+            worker.join(0.5)  # nothing holds it up where it is not made to wait
+        write(descriptor, value)
+
+    monkeypatch.setattr(os, "eventfd_write", write_late)
+    watch._cancel(current, "cancel_requested")
+    worker.join()
+    assert failed == []
+    assert watch._current is not None and watch._current[0] is second
+    assert not watch.token.cancelled
+    watch.park()
     store.close()
     theirs.close()
