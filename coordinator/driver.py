@@ -47,13 +47,13 @@ BREATHER_SECONDS = 0.005
 BREATHER_FROM = 16
 """Attempts in flight from which a driver does so: then work is waiting, and no worker waits for the driver."""
 
-PACE_SECONDS = 0.02
+PACE_SECONDS = 0.1
 """How long results are counted before a rate is made of them."""
 
-PACE_FORGOTTEN_SECONDS = 0.25
+PACE_FORGOTTEN_SECONDS = 0.5
 """How long no result may come until a rate says nothing any more."""
 
-HELD_BACK_SECONDS = 0.01
+HELD_BACK_SECONDS = 0.05
 """How often is looked whether anybody moves at brief work; if nobody did, all are woken."""
 
 STEPS_IN_A_ROW = 4

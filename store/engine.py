@@ -408,7 +408,7 @@ class Store:
             wanted = len(batch.enqueues) + len(batch.unheld)
             if batch.brief:
                 hands = task_queue.brisk(tx, now=now)
-                if rate is None or rate >= CROWDED_RATE * hands:
+                if rate is None or rate >= CROWDED_RATE * min(hands, self._processors):
                     wanted -= batch.brief - min(batch.brief, max(0, self._processors - hands))
             if wanted:
                 sleepers = processes.idle_workers(tx, wanted, for_run=run.run_id)

@@ -101,6 +101,7 @@ def enqueue(store: Store, driver: Driver, positions: range, *, brief: int, rate:
         pytest.param(8, None, 2, 0, id="enough are up"),
         pytest.param(8, 2 * CROWDED_RATE, 2, 0, id="enough are up, and quick"),
         pytest.param(8, 2 * CROWDED_RATE - 1, 2, WORKERS, id="those who are up are slow"),
+        pytest.param(8, 2 * CROWDED_RATE, 4, 0, id="more than enough are up"),
         pytest.param(5, None, 2, 3, id="of a mixture, only the long work calls"),
     ],
 )
