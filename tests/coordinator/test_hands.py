@@ -108,7 +108,7 @@ def enqueue(store: Store, driver: Driver, positions: range, *, brief: int, rate:
 def test_who_is_woken(
     store: Store, sleepers: Sleepers, brief: int, rate: float | None, hands: int, called: int
 ) -> None:
-    store.create_run(new_run(tasks=10))
+    store.create_run(new_run(tasks=12))
     driver = Driver(store, "run-1")
     enqueue(store, driver, range(hands), brief=0, rate=None)
     for number in range(hands):
