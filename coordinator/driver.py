@@ -38,6 +38,9 @@ COMPENSATION_PAUSE_SECONDS = 30.0
 LOOK_SECONDS = 0.5
 """How often the dead and the runs without a driver are looked for."""
 
+QUIET_LOOK_SECONDS = 2.0
+"""The same by who drives nothing, a pool, while nobody holds anything. The end of its own workers is seen at once."""
+
 POLL_SECONDS = 0.2
 """How long a driver with work in flight sleeps at most without a call: the net under lost wake-ups."""
 
@@ -265,6 +268,9 @@ class Coordinator:
             raise
         self.drivers[run.run_id] = driver
         self._seen = None
+        if self.store.has_ready(run.run_id):
+            # It was enqueued by an earlier driver, and whoever was called then has gone to sleep again.
+            self.store.wake_workers(run.run_id)
         return True
 
     def tick(self) -> bool:
@@ -278,6 +284,8 @@ class Coordinator:
         if now >= self._next_look:
             self._next_look = now + LOOK_SECONDS
             self._rescuer.look()
+            if self._rescuer.quiet and not self.drivers and not self._adopts:
+                self._next_look = now + QUIET_LOOK_SECONDS
             if self._adopts and not self.drain_requested:
                 self._adopt()
                 self._compensate_next(now)

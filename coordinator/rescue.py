@@ -48,6 +48,8 @@ class Rescuer:
         self._faults = faults
         self._silence: dict[tuple[int, int], _Silence] = {}
         self._last_look: float | None = None
+        self.quiet = False
+        """Whether nobody held anything at the last look."""
 
     @property
     def patience(self) -> float:
@@ -123,6 +125,7 @@ class Rescuer:
                 row = known.get(claim.holder)
                 silent[claim.holder] = row if row is not None else _ghost(claim.holder)
         self._silence = seen
+        self.quiet = not seen
         return list(silent.values())
 
     def _end_silent(self, row: ProcessRow) -> int:

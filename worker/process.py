@@ -48,9 +48,6 @@ from .watch import Watch
 
 log = logging.getLogger(__name__)
 
-IDLE_LOOK_SECONDS = 1.0
-"""How often an idle worker looks by itself: the net under lost wake-ups."""
-
 LINGER_SECONDS = 0.003
 """How long a worker that has found nothing waits before it says that it is idle: a driver's next batch comes sooner."""
 
@@ -399,7 +396,8 @@ class Worker:
         now = self._clock.monotonic()
         if now >= self._next_beat:
             self._beat()
-        self._called = self._rest(max(0.0, min(IDLE_LOOK_SECONDS, self._next_beat - now)))
+        # A look of its own with each heartbeat: the net under lost calls.
+        self._called = self._rest(max(0.0, self._next_beat - now))
         return True
 
     def _rest(self, timeout: float) -> bool:

@@ -9,7 +9,15 @@ from pathlib import Path
 import pytest
 from agentctl.coordinator.compiler import compile_workflow
 from agentctl.coordinator.definition import load_workflow
-from agentctl.coordinator.driver import HELD_BACK_SECONDS, PACE_FORGOTTEN_SECONDS, PACE_SECONDS, Coordinator, _Pace
+from agentctl.coordinator.driver import (
+    HELD_BACK_SECONDS,
+    LOOK_SECONDS,
+    PACE_FORGOTTEN_SECONDS,
+    PACE_SECONDS,
+    QUIET_LOOK_SECONDS,
+    Coordinator,
+    _Pace,
+)
 from agentctl.coordinator.service import process_row
 from agentctl.coordinator.submission import submit
 from agentctl.store.engine import CROWDED_RATE, Store
@@ -222,3 +230,37 @@ def test_who_looks_by_himself_does_not_join_where_hands_are_enough(store: Store,
     children.spawn(store_children.look_as_an_idle_worker, store.path, theirs)
     assert ours.poll(60)
     assert ours.recv() == [None, "t1", "t2"]
+
+
+def test_whoever_takes_a_run_calls_workers_for_what_is_ready(
+    store: Store, sleepers: Sleepers, clock: ManualClock, ids: FixedIds, tmp_path: Path
+) -> None:
+    """Those whom the driver before has called may have found nothing to claim: the run was paused, say."""
+    coordinator = coordinator_of(store, clock, ids, tmp_path, COMMAND)
+    while not store.has_ready(None):
+        coordinator.tick()
+    coordinator.close()
+    sleepers.called()
+    process_id = ids.new_id("coordinator")
+    store.register(process_row("coordinator", process_id, "coordinator", "0", clock.now()))
+    next_one = Coordinator(store, clock, ids, Timing(), Faults(None), process_id=process_id, adopts=False)
+    assert next_one.take(store.open_runs()[0], resume=False)
+    assert sleepers.called() == WORKERS
+    next_one.close()
+
+
+def test_who_drives_nothing_looks_seldom_while_nobody_holds_anything(
+    store: Store, clock: ManualClock, ids: FixedIds
+) -> None:
+    process_id = ids.new_id("supervisor")
+    store.register(process_row("supervisor", process_id, "pool", "0", clock.now()))
+    base = Coordinator(store, clock, ids, Timing(), Faults(None), process_id=process_id, adopts=False)
+    base.tick()
+    assert base.sleep_seconds() == QUIET_LOOK_SECONDS
+    store.create_run(new_run(tasks=1))
+    Driver(store, "run-1").enqueue([0])
+    Hand(store).take()
+    clock.advance(QUIET_LOOK_SECONDS)
+    base.tick()
+    assert base.sleep_seconds() == LOOK_SECONDS
+    base.close()
