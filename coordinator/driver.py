@@ -268,7 +268,7 @@ class Coordinator:
             raise
         self.drivers[run.run_id] = driver
         self._seen = None
-        if self.store.has_ready(run.run_id):
+        if epoch > 1 and self.store.has_ready(run.run_id):
             # It was enqueued by an earlier driver, and whoever was called then has gone to sleep again.
             self.store.wake_workers(run.run_id)
         return True
@@ -289,10 +289,9 @@ class Coordinator:
             if self._adopts and not self.drain_requested:
                 self._adopt()
                 self._compensate_next(now)
-        if not self._up and self._in_flight() >= BREATHER_FROM:
-            # Before the look: whoever finds it said has committed what the look before the next sleep will find.
-            self._up = True
+        self._up = self._up or self._in_flight() >= BREATHER_FROM
         if self._up:
+            # Before the look: whoever finds it said has committed what the look before the next sleep will find.
             self.store.stay_up(self.process_id, True)
         version = self.store.database.data_version()
         due = self._timers_due()

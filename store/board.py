@@ -23,7 +23,7 @@ SLOTS = 64
 """Places on the board. Two workers whose pids share one overwrite each other, which is harmless."""
 FRESH_MS = 1000
 """Who announced something longer ago is held up, or gone: others may prepare for it."""
-UP_SECONDS = 1.0
+UP_MS = 1000
 """Who was up longer ago, and has not said so again, may be stopped: then a call does no harm."""
 _ENTRY = struct.Struct("<qq")
 
@@ -58,7 +58,7 @@ class Board:
     def stay_up(self, process_id: str) -> None:
         """Tell that this driver will look into the database before it sleeps. What was committed before `lie_down` was
         called is seen by a look after it; so that look is owed."""
-        self._tell(process_id, self._now() + int(UP_SECONDS * 1000))
+        self._tell(process_id, self._now() + UP_MS)
 
     def lie_down(self, process_id: str) -> None:
         """Take that back: from here on whoever has something for this driver calls it."""
@@ -76,7 +76,7 @@ class Board:
         named, until = _ENTRY.unpack(text)
         now = self._now()
         # Later than anybody can have meant: the file has outlived the boot of its writer.
-        return bool(named == number and now <= until <= now + UP_SECONDS * 1000)
+        return bool(named == number and now <= until <= now + UP_MS)
 
     def _tell(self, process_id: str, until: int) -> None:
         number, place = _number_and_place(process_id)

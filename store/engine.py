@@ -409,7 +409,7 @@ class Store:
             if batch.brief:
                 hands = task_queue.brisk(tx, now=now)
                 if rate is None or rate >= CROWDED_RATE * min(hands, self._processors):
-                    wanted -= batch.brief - min(batch.brief, max(0, self._processors - hands))
+                    wanted -= max(0, batch.brief - max(0, self._processors - hands))
             if wanted:
                 sleepers = processes.idle_workers(tx, wanted, for_run=run.run_id)
         for sleeper in sleepers:
@@ -450,7 +450,7 @@ class Store:
         else:
             self._board.lie_down(driver)
 
-    def call(self, driver: str) -> None:
+    def wake_unless_up(self, driver: str) -> None:
         """Call a driver because of what was committed before, unless it is up and will see it by itself."""
         if not self._board.is_up(driver):
             self.wakes.wake(driver)

@@ -56,6 +56,7 @@ from .effects import (
     Several,
     Written,
     kept_of,
+    vouched,
 )
 from .effects.contracts import mismatch
 from .providers import Call, ModelRequest, ModelResponse, Provider, ProviderFault, ToolCall, Usage
@@ -544,9 +545,7 @@ class _Delivery:
             self._bound = True
         if known is not None:
             output = loads(known.result_json or "null")
-            keeps = tool_keeps(self._step(call, tool, given))
-            if known.confirmed or isinstance(keeps, InAnswer):  # of files that a person tells about nobody has seen any
-                self._keep(keeps, output)
+            self._keep(vouched(tool_keeps(self._step(call, tool, given)), confirmed=known.confirmed), output)
             return output
         plan = tool_plan(self._step(call, tool, given))
         if plan.keeps is not None:

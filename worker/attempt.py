@@ -48,6 +48,7 @@ from .effects import (
     kept,
     kept_of,
     prepare,
+    vouched,
 )
 from .redaction import known as known_secrets
 from .watch import Token
@@ -178,7 +179,7 @@ class AttemptRunner:
                 return self._dispatch(claim, ahead.request, ahead.plan, answer, ahead.since)
             if claim.input_json.startswith('{"agent":'):
                 return self._converse(claim)
-            if claim.fence.delivery > 1 and (ending := self._confirmed_before(claim)) is not None:
+            if claim.fence.delivery > 1 and (ending := self._known_before(claim)) is not None:
                 return ending
             planned = self._plan(claim, self._recorded_before(claim))
             if isinstance(planned, Done):
@@ -193,25 +194,18 @@ class AttemptRunner:
             changed = TaskFault("effect_identity_changed", error.message)
             return Ending(AttemptEnd("failed", error_json=canonical(changed.as_json())))
 
-    def _confirmed_before(self, claim: Claim) -> Ending | None:
-        """How an attempt ends whose effect an earlier delivery has confirmed, or None.
+    def _known_before(self, claim: Claim) -> Ending | None:
+        """How an attempt ends whose effect an earlier delivery has confirmed, or a person has reconciled, or None.
 
         Nothing is planned again: what planning looks at may be gone by now, and nothing is going to be dispatched.
         """
         step = self._store.recorded_steps(claim.fence.attempt_id).get(1)
         if step is None or step.undone:
             return None
-        work = self._work(claim, None)
-        if step.confirmed:
-            ending = Ending(AttemptEnd("succeeded", result_effect=step.effect_id))
-            return self._keep(claim, kept(work), ending, step.result_json)
-        return self._reconciled(claim, kept(work), step.effect_id, step.result_json)
-
-    def _reconciled(self, claim: Claim, keeps: Keeps | InAnswer | None, effect: str, result_json: str | None) -> Ending:
-        """How an attempt ends whose result is that of a reconciliation. Of files that a person tells about nobody has
-        seen any; an answer holds what it brings."""
-        ending = Ending(AttemptEnd("succeeded", result_json=result_json, result_effect=effect))
-        return self._keep(claim, keeps, ending, result_json) if isinstance(keeps, InAnswer) else ending
+        result = None if step.confirmed else step.result_json
+        ending = Ending(AttemptEnd("succeeded", result_json=result, result_effect=step.effect_id))
+        keeps = vouched(kept(self._work(claim, None)), confirmed=step.confirmed)
+        return self._keep(claim, keeps, ending, step.result_json)
 
     def _converse(self, claim: Claim) -> Ending:
         if self._agents is None:
@@ -361,9 +355,8 @@ class AttemptRunner:
         """Do what the answer to the start allows. `since` is when the start was asked for (monotonic seconds)."""
         self._faults.reach("after_effect_start")
         if isinstance(answer, RecordedEffect):
-            if answer.reconciled:
-                return self._reconciled(claim, plan.keeps, request.effect_id, answer.result_json)
-            return self._keep(claim, plan.keeps, as_recorded(request, answer), answer.result_json)
+            keeps = vouched(plan.keeps, confirmed=not answer.reconciled)
+            return self._keep(claim, keeps, as_recorded(request, answer), answer.result_json)
         if isinstance(answer, AttemptHeld):
             return Ending(None, held=True)
         if isinstance(answer, StartRefused):

@@ -355,7 +355,7 @@ class Worker:
             ahead=self._prepared(),
         )
         if driver is not None:
-            self._store.call(driver)
+            self._store.wake_unless_up(driver)
         return following
 
     def _look_ahead(self) -> None:

@@ -317,7 +317,7 @@ def test_what_is_finished_before_a_driver_lies_down_is_seen_before_it_sleeps(
     coordinator.tick()
     assert store._board.is_up(coordinator.process_id)
     hand.finish(claim)
-    store.call(coordinator.process_id)
+    store.wake_unless_up(coordinator.process_id)
     slept: list[float] = []
 
     def asleep(

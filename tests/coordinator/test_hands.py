@@ -140,14 +140,22 @@ def test_whoever_is_busy_for_long_is_no_hand(store: Store, sleepers: Sleepers, c
     assert sleepers.called() == PROCESSORS
 
 
-def coordinator_of(store: Store, clock: ManualClock, ids: FixedIds, folder: Path, action: str) -> Coordinator:
+def begun(store: Store, clock: ManualClock, ids: FixedIds, folder: Path, action: str) -> Coordinator:
+    """The coordinator of a run of eight such actions, which it has just enqueued."""
     file = folder / "many.yaml"
     file.write_text(DOCUMENT.format(action=action))
     document = load_workflow(file)
     submit(store, document, compile_workflow(document), {}, ids=ids, base_path=folder, actor="tester")
+    coordinator = registered(store, clock, ids, adopts=True)
+    while not store.has_ready(None):
+        coordinator.tick()
+    return coordinator
+
+
+def registered(store: Store, clock: ManualClock, ids: FixedIds, *, adopts: bool) -> Coordinator:
     process_id = ids.new_id("coordinator")
     store.register(process_row("coordinator", process_id, "coordinator", "0", clock.now()))
-    return Coordinator(store, clock, ids, Timing(), Faults(None), process_id=process_id, adopts=True)
+    return Coordinator(store, clock, ids, Timing(), Faults(None), process_id=process_id, adopts=adopts)
 
 
 def test_work_at_which_nobody_moves_gets_everybody(
@@ -158,9 +166,7 @@ def test_work_at_which_nobody_moves_gets_everybody(
     monkeypatch.setattr(
         "agentctl.coordinator.driver.select.select", lambda *given: (slept.append(given[3]), ([], [], []))[1]
     )
-    coordinator = coordinator_of(store, clock, ids, tmp_path, READ)
-    while not store.has_ready(None):
-        coordinator.tick()
+    coordinator = begun(store, clock, ids, tmp_path, READ)
     assert sleepers.called() == PROCESSORS
     for _ in range(2):  # the first look sees the commit itself
         assert sleepers.called() == 0
@@ -178,9 +184,7 @@ def test_work_at_which_nobody_moves_gets_everybody(
 def test_as_long_as_it_goes_on_nobody_else_is_called(
     store: Store, sleepers: Sleepers, clock: ManualClock, ids: FixedIds, tmp_path: Path
 ) -> None:
-    coordinator = coordinator_of(store, clock, ids, tmp_path, READ)
-    while not store.has_ready(None):
-        coordinator.tick()
+    coordinator = begun(store, clock, ids, tmp_path, READ)
     assert sleepers.called() == PROCESSORS
     hands = [Hand(store, f"worker-{number}") for number in range(PROCESSORS)]
     claims = [hand.take() for hand in hands]
@@ -197,9 +201,7 @@ def test_as_long_as_it_goes_on_nobody_else_is_called(
 def test_commands_get_everybody_at_once(
     store: Store, sleepers: Sleepers, clock: ManualClock, ids: FixedIds, tmp_path: Path
 ) -> None:
-    coordinator = coordinator_of(store, clock, ids, tmp_path, COMMAND)
-    while not store.has_ready(None):
-        coordinator.tick()
+    coordinator = begun(store, clock, ids, tmp_path, COMMAND)
     assert sleepers.called() == WORKERS
     coordinator.close()
 
@@ -236,14 +238,10 @@ def test_whoever_takes_a_run_calls_workers_for_what_is_ready(
     store: Store, sleepers: Sleepers, clock: ManualClock, ids: FixedIds, tmp_path: Path
 ) -> None:
     """Those whom the driver before has called may have found nothing to claim: the run was paused, say."""
-    coordinator = coordinator_of(store, clock, ids, tmp_path, COMMAND)
-    while not store.has_ready(None):
-        coordinator.tick()
+    coordinator = begun(store, clock, ids, tmp_path, COMMAND)
     coordinator.close()
     sleepers.called()
-    process_id = ids.new_id("coordinator")
-    store.register(process_row("coordinator", process_id, "coordinator", "0", clock.now()))
-    next_one = Coordinator(store, clock, ids, Timing(), Faults(None), process_id=process_id, adopts=False)
+    next_one = registered(store, clock, ids, adopts=False)
     assert next_one.take(store.open_runs()[0], resume=False)
     assert sleepers.called() == WORKERS
     next_one.close()
@@ -252,9 +250,7 @@ def test_whoever_takes_a_run_calls_workers_for_what_is_ready(
 def test_who_drives_nothing_looks_seldom_while_nobody_holds_anything(
     store: Store, clock: ManualClock, ids: FixedIds
 ) -> None:
-    process_id = ids.new_id("supervisor")
-    store.register(process_row("supervisor", process_id, "pool", "0", clock.now()))
-    base = Coordinator(store, clock, ids, Timing(), Faults(None), process_id=process_id, adopts=False)
+    base = registered(store, clock, ids, adopts=False)
     base.tick()
     assert base.sleep_seconds() == QUIET_LOOK_SECONDS
     store.create_run(new_run(tasks=1))

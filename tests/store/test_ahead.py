@@ -10,7 +10,7 @@ from pathlib import Path
 
 import apsw
 import pytest
-from agentctl.store.board import FRESH_MS, SLOTS, UP_SECONDS, Board, _number_and_place
+from agentctl.store.board import FRESH_MS, SLOTS, UP_MS, Board, _number_and_place
 from agentctl.store.engine import LONE_SECONDS, Store
 from agentctl.store.errors import LeaseLost
 from agentctl.store.records import (
@@ -286,7 +286,7 @@ def test_who_is_up_need_not_be_called(store: Store, clock: ManualClock) -> None:
     mine.lie_down("driver-1")
     assert not theirs.is_up("driver-1")
     mine.stay_up("driver-1")
-    clock.advance(UP_SECONDS + 0.01)
+    clock.advance((UP_MS + 1) / 1000)
     assert not theirs.is_up("driver-1"), "it may be stopped"
 
 
@@ -311,19 +311,21 @@ def test_two_drivers_on_one_place_are_both_called(store: Store) -> None:
 
 
 def test_drivers_and_candidates_share_no_place(store: Store) -> None:
-    board = board_of(store, 1)
+    announced = set(range(SLOTS))
+    for slot in announced:
+        board_of(store, slot).announce(slot)
     for number in range(SLOTS * 3):
-        board.stay_up(f"driver-{number}")
-    assert board_of(store, 2).others() == set()
+        board_of(store, 0).stay_up(f"driver-{number}")
+    assert board_of(store, 0).others() == announced - {0}
 
 
 def test_whoever_lies_down_is_called(store: Store) -> None:
     """A call goes to the driver of a finished attempt unless it has said that it will look."""
     with contextlib.closing(store.wakes.listen("driver-1")) as listener:
         store.stay_up("driver-1", True)
-        store.call("driver-1")
+        store.wake_unless_up("driver-1")
         with pytest.raises(BlockingIOError):
             listener.recv(16)
         store.stay_up("driver-1", False)
-        store.call("driver-1")
+        store.wake_unless_up("driver-1")
         assert listener.recv(16)

@@ -33,6 +33,7 @@ from agentctl.store.errors import (
     UsageError,
 )
 from agentctl.store.faults import Faults
+from agentctl.store.filesystem import is_place_of_open_database
 from agentctl.store.records import AttemptHeld, EffectEnd, StartRefused
 from support.artifact_children import collect_until_killed, measure_staging
 from support.artifacts import HOUR, assert_sound, collect, digest_of, files_of, ingest, litter, names_in, stage
@@ -592,6 +593,18 @@ def test_export(store: Store, tmp_path: Path, unnamed: bool) -> None:
         with pytest.raises(UsageError):
             store.artifacts.export(HELLO, bad, overwrite=True)
     assert names_in(folder) == ["file", "link"]
+
+
+def test_all_that_stands_beside_a_database_is_known_to_belong_to_it(store: Store) -> None:
+    """Every name that something of the store makes, here for real: a new one has to be told to `filesystem`."""
+    litter(store, b"hello")
+    with store.artifacts.blobs.locked(), store.artifacts.blobs.locked(".collect.lock"):
+        store.wakes.listen("somebody").close()
+        found = {str(path.relative_to(store.path.parent)) for path in store.path.parent.rglob("*")}
+    assert {"agentctl.db.gate-line", "agentctl.db.migrate.lock", "agentctl.db.wake/somebody"} < found
+    assert {"artifacts/.lock", "artifacts/.collect.lock", "artifacts/.database", "artifacts/trash"} < found
+    strangers = {name for name in found if not is_place_of_open_database(str(store.path.parent.resolve() / name))}
+    assert strangers == {"artifacts"}, "the folder itself may have neighbours' files in it"
 
 
 def test_nothing_is_exported_over_what_belongs_to_the_database(store: Store, tmp_path: Path) -> None:

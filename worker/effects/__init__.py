@@ -264,6 +264,12 @@ def kept(work: Work) -> Keeps | InAnswer | None:
     return InAnswer() if work.kind == "a2a.delegate" else None
 
 
+def vouched(keeps: Keeps | InAnswer | None, *, confirmed: bool) -> Keeps | InAnswer | None:
+    """What to store of an effect whose result is recorded. Of files that a person tells about in a reconciliation
+    nobody has seen any; an answer holds what it brings, whoever has told it."""
+    return keeps if confirmed or isinstance(keeps, InAnswer) else None
+
+
 def kept_of(keeps: Keeps | InAnswer | None, result: Any, taken: Iterable[str] = ()) -> Keeps | None:
     """What is to be stored of an effect whose recorded result is known; `taken` are logical paths that are not free."""
     if not isinstance(keeps, InAnswer):

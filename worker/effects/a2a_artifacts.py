@@ -40,6 +40,8 @@ _EXTENSIONS: Final = {
     "text/html": "html",
     "text/markdown": "md",
 }
+"""Our own, since `mimetypes` answers by the tables of the machine and the version of Python: a later delivery has to
+give the same names."""
 _FORMS: Final = {"text": "txt", "data": "json", "raw": "bin"}
 """Form of a part to: the extension of one whose media type tells none."""
 
