@@ -23,6 +23,7 @@ from agentctl.store.engine import Store
 from agentctl.store.errors import CorruptStore, EnvironmentFault
 from agentctl.store.faults import Faults
 from agentctl.store.gate import yield_gently
+from agentctl.store.long_lived import rarely_collect
 from agentctl.store.process_identity import ProcessIdentity
 from agentctl.store.records import Run
 from agentctl.store.recycling import NO_LIMITS, Limits
@@ -41,6 +42,9 @@ log = logging.getLogger(__name__)
 
 NO_WORKER_SECONDS = 2.0
 """Ready work without any live worker for this long: a foreground run starts a pool of its own (architecture 3)."""
+
+COORDINATOR_LOOK_SECONDS = 2.0
+"""How often a pool that leaves the coordination to another one looks whether that is still there."""
 
 PRIVATE_DRAIN_SECONDS = 5.0
 FOLLOW_POLL_SECONDS = 0.1
@@ -335,12 +339,13 @@ class _Pool:
 
         signalled = 0
         next_look = 0.0
+        rarely_collect()
         try:
             while True:
                 self._watchdog.beat()
                 now = self._clock.monotonic()
                 if self._wants_coordinator and not self._has_coordinator and now >= next_look and not signalled:
-                    next_look = now + 1.0
+                    next_look = now + COORDINATOR_LOOK_SECONDS
                     self._ensure_coordinator()
                 self._base.tick()
                 self._supervisor.tick()
@@ -357,7 +362,9 @@ class _Pool:
                 if self._supervisor.all_retired():
                     break
                 self._stop.drain()
-                at_most = self._supervisor.next_due()
+                at_most = _sooner(self._supervisor.next_due(), self._manager.longest_sleep)
+                if self._wants_coordinator and not self._has_coordinator:
+                    at_most = _sooner(at_most, COORDINATOR_LOOK_SECONDS)
                 self._base.wait([self._stop.descriptor, *self._supervisor.sentinels()], at_most)
             return EXIT_FORCED if self._supervisor.forced else EXIT_DRAINED
         except EnvironmentFault:

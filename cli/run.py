@@ -349,6 +349,8 @@ def submit(
     with until_told():
         submission, store = _submit(settings, prepared, priority=priority, key=idempotency_key)
         with closing(store):
+            if submission.state == "running":
+                store.call_coordinators()
             data = {
                 "runId": submission.run_id,
                 "traceId": submission.trace_id,

@@ -38,11 +38,16 @@ COMPENSATION_PAUSE_SECONDS = 30.0
 LOOK_SECONDS = 0.5
 """How often the dead and the runs without a driver are looked for."""
 
-QUIET_LOOK_SECONDS = 2.0
-"""The same by who drives nothing, a pool, while nobody holds anything. The end of its own workers is seen at once."""
+QUIET_LOOKS = 2
+"""How many looks fall into a rest (`Timing.rest`) of a coordinator while no run is open: whoever submits one calls.
+A pool looks once: it adopts nothing, and sees the end of its own workers at once."""
 
 POLL_SECONDS = 0.2
 """How long a driver with work in flight sleeps at most without a call: the net under lost wake-ups."""
+
+SETTLE_SECONDS = 0.003
+"""How long a commit for which workers were called may wait to be made durable by the first of them: by then it has made
+its own start so, and the driver is called before long or has nothing else to do."""
 
 BREATHER_SECONDS = 0.005
 """How long a driver lets results gather after a commit, at most: one commit for many costs a fraction of many."""
@@ -56,8 +61,9 @@ PACE_SECONDS = 0.1
 PACE_FORGOTTEN_SECONDS = 0.5
 """How long no result may come until a rate says nothing any more."""
 
-HELD_BACK_SECONDS = 0.05
-"""How often is looked whether anybody moves at brief work; if nobody did, all are woken."""
+ANSWER_SECONDS = 0.05
+"""How long workers may take to come for what was enqueued until all are woken: who was called may be stopped or dead,
+and for brief work fewer were called than there is work for."""
 
 STEPS_IN_A_ROW = 4
 """Batches that one run may commit before the others get their turn."""
@@ -116,8 +122,8 @@ class RunDriver:
         self.epoch = epoch
         self.done = False
         self.compensation_due = False
-        self.held_back = False
-        """Whether fewer workers may have been woken than there is work for (see `Store.commit_batch`)."""
+        self.unanswered = False
+        """Whether something was enqueued and nobody has yet been seen to come for it."""
         self._pace = _Pace()
         self._store = store
         self._driver = driver
@@ -164,7 +170,7 @@ class RunDriver:
         self._faults.reach("before_run_end" if batch.run_state else "before_commit")
         if finished:
             self._pace.note(len(finished), self._store.clock.monotonic())
-        self.held_back = self.held_back or batch.brief > 0
+        self.unanswered = self.unanswered or bool(batch.enqueues or batch.unheld)
         try:
             stopped = self._store.commit_batch(
                 self._run,
@@ -173,6 +179,7 @@ class RunDriver:
                 epoch=self.epoch,
                 revision=self._run.revision,
                 rate=self._pace.rate,
+                settles=True,
             )
         except RunMoved:
             self._reload()
@@ -227,6 +234,9 @@ class Coordinator:
         self._next_look = 0.0
         self._next_heartbeat = clock.monotonic() + timing.heartbeat
         self._seen: tuple[int, int] | None = None
+        self._called = False
+        self._others_drive = True
+        """Whether a run was open at the last look that somebody else drives: then there is somebody to look after."""
         self._up = False
         self._aside: set[str] = set()
         self._silent_drivers: dict[str, _SilentDriver] = {}
@@ -247,6 +257,9 @@ class Coordinator:
         trace_id: str | None = None,
     ) -> bool:
         """Become the driver of `run` as it was seen. False when somebody else was faster or it has ended."""
+        if run.epoch == 0:
+            # A processor and a process that have slept are slow: one of each wakes up while the run is taken and read.
+            self.store.announce(run.run_id)
         epoch = self.store.take_run(
             run.run_id,
             driver=self.process_id,
@@ -268,6 +281,12 @@ class Coordinator:
             raise
         self.drivers[run.run_id] = driver
         self._seen = None
+        # It has rested until now, and somebody who adopts runs may do so still.
+        now = self._clock.monotonic()
+        self._next_heartbeat = min(self._next_heartbeat, now + self._timing.heartbeat)
+        self._next_look = min(self._next_look, now + LOOK_SECONDS)
+        if not self._adopts:
+            self.store.call_coordinators()
         if epoch > 1 and self.store.has_ready(run.run_id):
             # It was enqueued by an earlier driver, and whoever was called then has gone to sleep again.
             self.store.wake_workers(run.run_id)
@@ -278,16 +297,20 @@ class Coordinator:
         now = self._clock.monotonic()
         if now >= self._next_heartbeat:
             self._next_heartbeat = now + self._timing.heartbeat
+            if self._rests():
+                # One waking for both: to wake up is what costs most of a rest.
+                self._next_heartbeat, self._next_look = now + self._timing.until_rest_ends(now), now
             self.drain_requested |= self.store.driver_heartbeat(
                 self.process_id, lease_ms=self._timing.lease_ms, rss=own_rss()
             )
-        if now >= self._next_look:
+        if self._is_called_to_a_run() or now >= self._next_look:
             self._next_look = now + LOOK_SECONDS
             self._rescuer.look()
-            if self._rescuer.quiet and not self.drivers and not self._adopts:
-                self._next_look = now + QUIET_LOOK_SECONDS
             if self._adopts and not self.drain_requested:
                 self._adopt()
+            if self._rests():
+                self._next_look = now + self._timing.until_rest_ends(now, parts=QUIET_LOOKS if self._adopts else 1)
+            if self._adopts and not self.drain_requested:
                 self._compensate_next(now)
         self._up = self._up or self._in_flight() >= BREATHER_FROM
         if self._up:
@@ -296,7 +319,7 @@ class Coordinator:
         version = self.store.database.data_version()
         due = self._timers_due()
         if version == self._seen and not due:
-            self._wake_those_held_back()
+            self._call_again()
             return False
         self._seen = version
         again = False
@@ -331,6 +354,18 @@ class Coordinator:
         if self.on_change is not None:
             self.on_change()
         return again
+
+    def _is_called_to_a_run(self) -> bool:
+        """Whether somebody has called since the last round, and there is a run to adopt."""
+        called, self._called = self._called, False
+        if not called or not self._adopts or self.drain_requested:
+            return False
+        # Who drives nothing may have been called to watch over somebody else's run.
+        return not self.drivers or any(run_id not in self._aside for run_id in self.store.undriven_runs())
+
+    def _rests(self) -> bool:
+        """Whether there is nothing to drive, and nobody to look after."""
+        return self._rescuer.quiet and not self.drivers and not (self._adopts and self._others_drive)
 
     def _compensate_next(self, now: float) -> None:
         """Start one compensation that is due. A large one takes seconds to plan, and all runs wait: one in a round."""
@@ -394,21 +429,29 @@ class Coordinator:
             self.store.stay_up(self.process_id, False)
             if self.store.database.data_version() != self._seen:
                 seconds = 0.0
-        if any(driver.held_back for driver in self.drivers.values()):
-            seconds = min(seconds, HELD_BACK_SECONDS)
+        if any(driver.unanswered for driver in self.drivers.values()):
+            seconds = min(seconds, ANSWER_SECONDS)
         if at_most is not None:
             seconds = min(seconds, at_most)
+        self._rescuer.sleep = seconds
         watched: list[int | socket.socket] = [self.listener, *extra]
-        readable, _, _ = select.select(watched, [], [], seconds)
+        readable: list[int | socket.socket] = []
+        if self.store.unsettled:
+            readable, _, _ = select.select(watched, [], [], min(seconds, SETTLE_SECONDS))
+            if not readable:
+                self.store.settle()
+        if not readable:
+            readable, _, _ = select.select(watched, [], [], seconds)
         if self.listener in readable:
+            self._called = True
             wakeups.drain(self.listener)
         return [item for item in readable if isinstance(item, int)]
 
-    def _wake_those_held_back(self) -> None:
-        """Nothing has happened for a moment: whoever is up has more to do than was thought."""
+    def _call_again(self) -> None:
+        """Nothing has happened for a moment: who was called does not come, or has more to do than was thought."""
         for run_id, driver in self.drivers.items():
-            if driver.held_back:
-                driver.held_back = False
+            if driver.unanswered:
+                driver.unanswered = False
                 if self.store.has_ready(run_id):
                     self.store.wake_workers(run_id)
 
@@ -438,6 +481,7 @@ class Coordinator:
                     log.info("adopted %s", run.run_id, extra={"run": run.run_id})
             except (ConflictError, CorruptStore, IncompatibleVersion) as error:
                 self._set_aside(run.run_id, error)
+        self._others_drive = any(run.run_id not in self.drivers and run.run_id not in self._aside for run in runs)
         known = {run.run_id for run in runs}
         self._silent_drivers = {name: seen for name, seen in self._silent_drivers.items() if name in known}
 

@@ -50,6 +50,8 @@ class Rescuer:
         self._last_look: float | None = None
         self.quiet = False
         """Whether nobody held anything at the last look."""
+        self.sleep = 0.0
+        """How long whoever looks meant to sleep, in seconds, before it looks now."""
 
     @property
     def patience(self) -> float:
@@ -61,7 +63,7 @@ class Rescuer:
 
         None of a gap: it means that we ourselves were stopped or suspended, as they may have been.
         """
-        return elapsed if elapsed < max(2.0, self._timing.grace / 4) else 0.0
+        return elapsed if elapsed < self.sleep + max(2.0, self._timing.grace / 4) else 0.0
 
     def look(self) -> int:
         """Rescue what the dead and the silent hold. Returns the number of attempts that were settled."""

@@ -16,6 +16,7 @@ from agentctl.store.engine import Store, own_rss
 from agentctl.store.errors import AgentctlError
 from agentctl.store.faults import Faults
 from agentctl.store.gate import yield_gently
+from agentctl.store.long_lived import rarely_collect
 from agentctl.store.records import ProcessRow
 from agentctl.store.service_manager import DRAIN_SIGNAL, ServiceManager, Watchdog
 from agentctl.store.timing import Timing
@@ -129,6 +130,7 @@ def serve(config: CoordinatorConfig, parent_sentinel: int | None, manager: Servi
     end = _End(config, store, clock, stop)
     next_prune = clock.monotonic()
     watched = [stop.descriptor] + ([parent_sentinel] if parent_sentinel is not None else [])
+    rarely_collect()
     manager.ready("drives runs")
     try:
         while not end.has_come() and not coordinator.drain_requested:
@@ -139,7 +141,7 @@ def serve(config: CoordinatorConfig, parent_sentinel: int | None, manager: Servi
                 manager.status(f"drives {len(coordinator.drivers)} runs")
             if coordinator.tick():
                 continue
-            if parent_sentinel in coordinator.wait(watched):
+            if parent_sentinel in coordinator.wait(watched, manager.longest_sleep):
                 log.warning("the supervisor is gone; this coordinator ends")
                 break
         manager.stopping("gives its runs back")

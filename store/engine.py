@@ -126,6 +126,8 @@ class Store:
         )
         self.path = self.database.path
         self.wakes = WakeFolder(self.path)
+        self.unsettled = False
+        """Whether a batch is committed that may not be on the disk yet (see `commit_batch`)."""
         self._board = Board(self.database.gate.line, clock)
         self._processors = len(os.sched_getaffinity(0))
         self._next_run: tuple[NextRun | None, float] = (None, 0.0)
@@ -235,6 +237,11 @@ class Store:
         """Runs in state `running`, oldest first."""
         with self.database.read() as tx:
             return runs.open_runs(tx)
+
+    def undriven_runs(self) -> list[str]:
+        """Ids of runs in state `running` whose row names no driver."""
+        with self.database.read() as tx:
+            return runs.undriven(tx)
 
     def runs_of_a_newer(self) -> dict[str, IncompatibleVersion]:
         """Runs that have not ended and that this version leaves alone, each with what to say of it."""
@@ -358,7 +365,11 @@ class Store:
     def _wake_those_who_drive(self, driver: str | None) -> None:
         if driver is not None:
             self.wakes.wake(driver)
-            return
+        else:
+            self.call_coordinators()
+
+    def call_coordinators(self) -> None:
+        """Call whoever adopts runs: there is one that nobody drives, or whose driver has to be watched from now on."""
         for row in self.live_processes("coordinator"):
             self.wakes.wake(row.process_id)
 
@@ -391,11 +402,21 @@ class Store:
             return task_queue.claimed_positions(tx, run.run_id, run.first_task)
 
     def commit_batch(
-        self, run: Run, batch: Batch, *, driver: str, epoch: int, revision: int, rate: float | None = None
+        self,
+        run: Run,
+        batch: Batch,
+        *,
+        driver: str,
+        epoch: int,
+        revision: int,
+        rate: float | None = None,
+        settles: bool = False,
     ) -> list[tuple[int, str, str]]:
         """Commit one batch (see `commits.commit_batch`), durably, and wake as many workers as it gives work to.
 
-        They are called before the sync: whatever they start is on the disk only together with this commit.
+        They are called before the sync: whatever they start is on the disk only together with this commit. Who
+        `settles` makes it durable later, before it rests (`settle`): a sync now would only be in the way of theirs.
+        The end of a run is always on the disk when this returns.
 
         For brief work no more are up than there are processors, as long as it goes on as fast as it can: `rate` is how
         many results a second have come in lately, or None if nobody can tell yet. Whoever passes one makes sure that
@@ -414,8 +435,16 @@ class Store:
                 sleepers = processes.idle_workers(tx, wanted, for_run=run.run_id)
         for sleeper in sleepers:
             self.wakes.wake(sleeper)
-        self.database.sync()
+        self.unsettled = settles and bool(sleepers) and batch.run_state is None
+        if not self.unsettled:
+            self.database.sync()
         return stopped
+
+    def settle(self) -> None:
+        """Make durable what `commit_batch` has left to be. Raises `SyncFailed`."""
+        if self.unsettled:
+            self.database.sync()
+            self.unsettled = False
 
     def enough_hands(self) -> bool:
         """Whether for brief work nobody needs to get up: as many workers as there are processors come and go."""
@@ -428,6 +457,13 @@ class Store:
             sleepers = processes.idle_workers(tx, limit, for_run=run_id)
         for sleeper in sleepers:
             self.wakes.wake(sleeper)
+
+    def announce(self, run_id: str) -> None:
+        """Let one idle worker get up: there will be work of this run in a moment, for which workers are then called."""
+        with self.database.read() as tx:
+            sleepers = processes.idle_workers(tx, 1, for_run=run_id)
+        for sleeper in sleepers:
+            self.wakes.announce(sleeper, run_id)
 
     def wake_everybody(self) -> None:
         """Call every live process: something that all have to see (a cancel) has happened."""

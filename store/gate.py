@@ -84,12 +84,17 @@ def start_quiet_thread(target: Callable[[], None], name: str) -> threading.Threa
 
 
 class _Watch:
-    """One thread per process that looks after waiters of any gate in it. It starts with the first wait."""
+    """One thread per process that looks after waiters of any gate in it.
+
+    It starts with the first wait, ticks while somebody waits or has just waited, and sleeps until the next one does."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._thread: threading.Thread | None = None
         self._waits: dict[int, tuple[Gate, int]] = {}
+        self._begun = 0
+        self._sleeps = False
+        self._called = threading.Event()
 
     def begin(self, gate: Gate) -> None:
         if self._thread is None:
@@ -97,13 +102,21 @@ class _Watch:
                 if self._thread is None:
                     self._thread = start_quiet_thread(self._run, "gate-watch")
         self._waits[id(gate)] = (gate, 0)
+        self._begun += 1
+        # After the entry: the thread says that it sleeps, and then looks for entries.
+        if self._sleeps:
+            self._called.set()
 
     def end(self, gate: Gate) -> None:
         self._waits.pop(id(gate), None)
 
     def _run(self) -> None:
         pause = threading.Event()
+        seen = -1
         while True:
+            if seen == self._begun:
+                self._sleep()
+            seen = self._begun
             pause.wait(1.0)
             for key, (gate, ticks) in list(self._waits.items()):
                 # Ticks instead of a clock: a suspended machine does not tick, so it blames nobody.
@@ -117,6 +130,14 @@ class _Watch:
                         log.exception("cannot examine the holder of %s", gate.path)
                 if key in self._waits and gate.waiting is False:
                     self._waits.pop(key, None)
+
+    def _sleep(self) -> None:
+        """Until the next wait begins; not at all while one lasts."""
+        self._sleeps = True
+        if not self._waits:
+            self._called.wait()
+        self._sleeps = False
+        self._called.clear()
 
 
 _watch = _Watch()

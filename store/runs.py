@@ -472,6 +472,12 @@ def open_runs(tx: Connection) -> list[Run]:
     ]
 
 
+def undriven(tx: Connection) -> list[str]:
+    """Runs that are `running` and that nobody drives, as far as their rows say."""
+    sql = "SELECT run_id FROM runs WHERE ended_at IS NULL AND state = 'running' AND driver IS NULL"
+    return [row[0] for row in tx.execute(sql)]
+
+
 def overdue_runs(tx: Connection, *, now: int) -> list[Run]:
     """Paused runs whose wall time is over: nobody drives them, and they have to end."""
     return [

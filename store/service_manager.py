@@ -28,6 +28,9 @@ reached the children as well, and passing it on must not count as the second one
 PINGS_PER_LIMIT = 4
 """How many signs of life fall into the time after which the manager takes the process for dead."""
 
+LONGEST_SLEEP_SECONDS = 60.0
+"""How long a main loop sleeps at most where nobody keeps a watch on it."""
+
 
 class ServiceManager:
     """The way to the manager, or to nobody. Telling never fails: the manager is a listener, not a part."""
@@ -55,6 +58,11 @@ class ServiceManager:
         manager = cls(kept.get("NOTIFY_SOCKET"), seconds)
         manager._kept = kept
         return manager
+
+    @property
+    def longest_sleep(self) -> float:
+        """How many seconds a main loop may sleep at a time, so that its watchdog does not take it for hung."""
+        return LONGEST_SLEEP_SECONDS if self.watchdog_seconds is None else self.watchdog_seconds / PINGS_PER_LIMIT
 
     @property
     def present(self) -> bool:

@@ -7,6 +7,9 @@ from dataclasses import dataclass
 
 from .errors import UsageError
 
+TOGETHER_SECONDS = 0.05
+"""The instant within which those wake up who rest."""
+
 
 @dataclass(frozen=True, slots=True)
 class Timing:
@@ -19,6 +22,23 @@ class Timing:
     def grace(self) -> float:
         """How long a rescuer must have seen a lease stale before it acts: one lease."""
         return self.lease
+
+    @property
+    def rest(self) -> float:
+        """How often a process without work gives a sign of life and looks by itself, in seconds.
+
+        It holds no lease that could end, and is believed to be well for a lease and the grace.
+        """
+        return max(self.heartbeat, self.lease * 2 / 3)
+
+    def until_rest_ends(self, now: float, *, parts: int = 1, chance: float = 0.0) -> float:
+        """Seconds from `now` (monotonic) until all wake up who rest, or the end of one of so many `parts` of the rest.
+
+        All at once, since a processor that has slept, and memory that nobody has used, make a process slow, and what
+        they share is then fetched once; but by `chance` (0 to 1) an instant later, or they would meet at the gate.
+        """
+        length = self.rest / parts
+        return length - now % length + chance * TOGETHER_SECONDS
 
     @property
     def lease_ms(self) -> int:

@@ -1,7 +1,8 @@
 """Wake-ups between processes: datagrams whose loss costs a little time and nothing else (architecture 1, 6).
 
-Every working process owns a socket `wake/<process id>` in the database's folder. A message has no content: whoever is
-woken looks into the database, which alone knows what is to be done.
+Every working process owns a socket `wake/<process id>` in the database's folder. A call says nothing: whoever is woken
+looks into the database, which alone knows what is to be done. An announcement names a run of which there will be work
+in a moment: whoever gets one may prepare for it.
 """
 
 from __future__ import annotations
@@ -14,6 +15,9 @@ from pathlib import Path
 from .filesystem import give_to_owner
 
 _MAX_PATH = 100
+_CALL = b"w"
+_ANNOUNCED = b"a"
+_LONGEST = 256
 
 
 class WakeFolder:
@@ -45,10 +49,17 @@ class WakeFolder:
 
     def wake(self, process_id: str) -> None:
         """Call a process. Nobody there, or too many calls already: both are fine."""
+        self._send(process_id, _CALL)
+
+    def announce(self, process_id: str, run_id: str) -> None:
+        """Tell a process that rests of which run there will be work in a moment."""
+        self._send(process_id, _ANNOUNCED + run_id.encode())
+
+    def _send(self, process_id: str, message: bytes) -> None:
         if self._sender is None:
             self._sender = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_NONBLOCK | socket.SOCK_CLOEXEC)
         with contextlib.suppress(OSError):
-            self._sender.sendto(b"w", self._address(process_id))
+            self._sender.sendto(message, self._address(process_id))
 
     def forget(self, process_id: str) -> None:
         """Remove the socket of a process that has ended."""
@@ -65,8 +76,11 @@ class WakeFolder:
             self._fd = None
 
 
-def drain(listener: socket.socket) -> None:
-    """Swallow all calls that have come in."""
+def drain(listener: socket.socket) -> str | None:
+    """Swallow all calls that have come in. Returns the run that was announced, if nothing came after it."""
+    announced = None
     with contextlib.suppress(BlockingIOError):
         while True:
-            listener.recv(16)
+            message = listener.recv(_LONGEST)
+            announced = message[1:].decode(errors="replace") if message.startswith(_ANNOUNCED) else None
+    return announced

@@ -28,6 +28,7 @@ from agentctl.store.engine import Store, own_rss
 from agentctl.store.errors import AgentctlError, LeaseLost
 from agentctl.store.faults import Faults
 from agentctl.store.gate import yield_gently
+from agentctl.store.long_lived import rarely_collect
 from agentctl.store.records import (
     Candidate,
     Claim,
@@ -86,7 +87,7 @@ def worker_main(config: WorkerConfig) -> None:
     clock = SystemClock()
     try:
         worker = Worker(config, clock, Faults.from_environment(), None if parent is None else parent.sentinel)
-        _rarely_collect()
+        rarely_collect()
         worker.run()
     except AgentctlError as error:
         log.error("%s", error.message)
@@ -104,23 +105,13 @@ def worker_alone(config: WorkerConfig, manager: ServiceManager) -> tuple[int, bo
     """
     clock = SystemClock()
     worker = Worker(config, clock, Faults.from_environment(), None, manager)
-    _rarely_collect()
+    rarely_collect()
     worker.run()
     # From here on a stop waits: whoever is renewed takes it along through the `exec` (see `Worker.__init__`).
     signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
     if not worker.wants_renewal:
         manager.stopping("drained")  # a stop that came after it had begun to make room for a fresh one is told as well
     return (EXIT_FORCED if worker.forced else EXIT_DRAINED), worker.wants_renewal
-
-
-def _rarely_collect() -> None:
-    """What was loaded stays, and an attempt makes hardly any cycles: looking for them after every few allocations cost
-    a twentieth of a worker's time."""
-    import gc
-
-    gc.collect()
-    gc.freeze()
-    gc.set_threshold(20_000, 20, 50)
 
 
 class Worker:
@@ -144,6 +135,8 @@ class Worker:
         self._called = True
         """Whether somebody has asked for one more; who only looks by himself does not join where hands are enough."""
         self._lingered = False
+        self._announced: str | None = None
+        """The run of which somebody has said that there will be work in a moment."""
         self._self_pipe = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
         if config.parent_process_id is not None and os.getsid(0) != os.getpid():
             os.setsid()
@@ -396,9 +389,18 @@ class Worker:
         now = self._clock.monotonic()
         if now >= self._next_beat:
             self._beat()
-        # A look of its own with each heartbeat: the net under lost calls.
-        self._called = self._rest(max(0.0, self._next_beat - now))
+            self._next_beat = now + self._timing.until_rest_ends(now, chance=self._ids.uniform())
+        # A look of its own with each sign of life: the net under lost calls.
+        self._called = self._rest(min(max(0.0, self._next_beat - now), self._manager.longest_sleep))
+        if self._announced is not None:
+            self._get_to_know(self._announced)
         return True
+
+    def _get_to_know(self, run_id: str) -> None:
+        """Read the settings of a run before there is work of it: to get up takes as long as to do the work."""
+        self._announced = None
+        with contextlib.suppress(AgentctlError):  # whatever is wrong is told where something depends on it
+            self._runner.settings(run_id)
 
     def _rest(self, timeout: float) -> bool:
         """Sleep until a call, a signal or the end of the supervisor, or for `timeout` seconds: whether a call came."""
@@ -407,7 +409,7 @@ class Worker:
             watched.append(self._parent)
         readable, _, _ = select.select(watched, [], [], timeout)
         if self._listener in readable:
-            wakeups.drain(self._listener)
+            self._announced = wakeups.drain(self._listener)
         if self._parent is not None and self._parent in readable:
             log.warning("the supervisor is gone; draining")
             self._watch.drain = True
