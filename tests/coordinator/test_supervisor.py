@@ -97,6 +97,23 @@ def become_ready(supervisor: Supervisor) -> None:
     wait_until(ready, "the child has registered")
 
 
+def test_silence_counts_for_whoever_rests_as_well(supervisor: Supervisor, store: Store, clock: ManualClock) -> None:
+    """A pool without work looks once in a rest: no gap to it, but time in which its child has said nothing."""
+    supervisor.add("w1", child(supervised_children.ready_and_silent, store))
+    supervisor.tick()
+    become_ready(supervisor)
+    pid = pid_of(supervisor)
+    supervisor._rescuer.sleep = TIMING.rest
+    clock.advance(3 * TIMING.rest)
+    supervisor.tick()  # much longer than it meant to sleep: it was stopped itself, and blames nobody
+    for _ in range(int(PATIENCE / TIMING.rest) - 1):
+        clock.advance(TIMING.rest)
+        supervisor.tick()
+    assert pid_of(supervisor) == pid
+    clock.advance(TIMING.rest + 1)
+    reaped(supervisor, pid, clock)
+
+
 def test_silence_is_ended_after_lease_and_grace(supervisor: Supervisor, store: Store, clock: ManualClock) -> None:
     supervisor.add("w1", child(supervised_children.ready_and_silent, store))
     supervisor.tick()
