@@ -414,55 +414,9 @@ def _new_run(
     old = loads(source.documents.workflow_json)
     name = f"{run.workflow_name}-compensation"
     workflow = _workflow(old, name, run.run_id, actions, policy, memory, inputs, tasks)
-    workflow_digest = hex_digest(canonical(workflow))
-    kinds = {str(task.action_kind) for task in tasks}
-    requirements: dict[str, Any] = {
-        "providers": [],
-        "tools": [],
-        "effects": sorted(kinds),
-        "processes": sorted({action["command"] for action in actions.values() if action.get("command")}),
-    }
-    by_id = {task.id: task for task in tasks}
-    order = tuple(by_id)
-    derived = Plan(
-        format_version=PLAN_FORMAT,
-        workflow_name=name,
-        workflow_digest=workflow_digest,
-        plan_digest=digest_of_plan(name, workflow_digest, order, 1, by_id, requirements),
-        order=order,
-        max_concurrency=1,
-        max_deliveries=plan.max_deliveries,
-        tasks=by_id,
-        predictability="requires_execution",
-        requirements=requirements,
-        budget={
-            **plan.budget,
-            "plannedTasks": len(tasks),
-            "plannedExpansionItems": 0,
-            "plannedLoopIterations": 0,
-        },
-        actions=actions,
-        policy=policy,
-        memory=memory,
-        inputs=inputs,
-        vars={},
-        outputs={},
-        show_diff=plan.show_diff,
-    )
+    derived = _derived_plan(plan, name, hex_digest(canonical(workflow)), tasks, actions, policy, memory, inputs)
     inputs_json = canonical(inputs)
-    before = loads(source.documents.settings_json)
-    settings = {
-        "actions": actions,
-        "policy": policy,
-        "showDiff": bool(before.get("showDiff", plan.show_diff)),
-        "diff": bool(before.get("diff", False)),
-        "interactive": False,
-        "keepsArtifacts": keeps_artifacts(derived),
-        "forceEffect": True,
-    }
-    if "longTerm" in before:
-        settings["longTerm"] = before["longTerm"]
-        settings["pricing"] = (before.get("models") or before).get("pricing", {})
+    settings = _settings(loads(source.documents.settings_json), derived)
     lineage = {
         "formatVersion": 1,
         "sourceWorkflowDigest": run.workflow_digest,
@@ -487,6 +441,70 @@ def _new_run(
         **fields_of(derived),
     )
     return new, workflow, derived
+
+
+def _derived_plan(
+    plan: Plan,
+    name: str,
+    workflow_digest: str,
+    tasks: Sequence[CompiledTask],
+    actions: dict[str, Any],
+    policy: dict[str, Any],
+    memory: dict[str, Any],
+    inputs: dict[str, Any],
+) -> Plan:
+    """The compiled plan of a compensation: one inverse after the other, with the limits of what it undoes."""
+    kinds = {str(task.action_kind) for task in tasks}
+    requirements: dict[str, Any] = {
+        "providers": [],
+        "tools": [],
+        "effects": sorted(kinds),
+        "processes": sorted({action["command"] for action in actions.values() if action.get("command")}),
+    }
+    by_id = {task.id: task for task in tasks}
+    order = tuple(by_id)
+    return Plan(
+        format_version=PLAN_FORMAT,
+        workflow_name=name,
+        workflow_digest=workflow_digest,
+        plan_digest=digest_of_plan(name, workflow_digest, order, 1, by_id, requirements),
+        order=order,
+        max_concurrency=1,
+        max_deliveries=plan.max_deliveries,
+        tasks=by_id,
+        predictability="requires_execution",
+        requirements=requirements,
+        budget={
+            **plan.budget,
+            "plannedTasks": len(tasks),
+            "plannedExpansionItems": 0,
+            "plannedLoopIterations": 0,
+        },
+        actions=actions,
+        policy=policy,
+        memory=memory,
+        inputs=inputs,
+        vars={},
+        outputs={},
+        show_diff=plan.show_diff,
+    )
+
+
+def _settings(before: dict[str, Any], derived: Plan) -> dict[str, Any]:
+    """What the workers of a compensation are told: as its source was, but to carry out every effect anew."""
+    settings: dict[str, Any] = {
+        "actions": derived.actions,
+        "policy": derived.policy,
+        "showDiff": bool(before.get("showDiff", derived.show_diff)),
+        "diff": bool(before.get("diff", False)),
+        "interactive": False,
+        "keepsArtifacts": keeps_artifacts(derived),
+        "forceEffect": True,
+    }
+    if "longTerm" in before:
+        settings["longTerm"] = before["longTerm"]
+        settings["pricing"] = (before.get("models") or before).get("pricing", {})
+    return settings
 
 
 def _tasks(inverses: Sequence[Inverse]) -> Iterator[CompiledTask]:

@@ -51,28 +51,12 @@ def start(
     check_versions(run_id, row[11], row[12])
     events: list[Event] = []
     overdrawn = None if previous is None else end(tx, run_id, task_id, previous, events, now=now)
-    effect_id, version, status, result_json, error_json, dispatches, key = row[13:]
-    existing = effect_id is not None
+    dispatches, key = row[18:]
+    existing = row[13] is not None
     if existing:
-        if version > EFFECT_FORMAT_VERSION:
-            raise IncompatibleVersion(f"effect {effect_id} has format {version}; upgrade agentctl", run_id=run_id)
-        if effect_id != request.effect_id:
-            raise ConflictError(
-                f"effect {request.ordinal} of {task_id} was requested with another input before; it is not sent again",
-                run_id=run_id,
-            )
-        if status in EFFECT_FINAL:
-            said = reconciliations.latest(tx, request.effect_id)
-            if said is not None and said[1] == "compensated":
-                undone = standing.undone_fault(request.effect_id, request.operation)
-                return RecordedEffect("failed", None, canonical(undone.as_json())), run_id, events
-            if said is not None and said[1] == "applied" and status == "uncertain":
-                return RecordedEffect("succeeded", said[2], None, reconciled=True), run_id, events
-            return RecordedEffect(status, result_json, error_json), run_id, events
-        if status == "started":
-            raise LeaseLost(f"effect {effect_id} is in flight already")
-        if status == "waiting_for_approval":
-            raise LeaseLost(f"effect {effect_id} waits for an approval")
+        recorded = _as_it_ended(tx, request, run_id, task_id, *row[13:18])
+        if recorded is not None:
+            return recorded, run_id, events
     else:
         dispatches, key = 0, _key_of(tx, fence, request, number)
     if cancelled is not None or run_state in RUN_FINAL:
@@ -116,6 +100,41 @@ def start(
     conversations.begin_call(tx, request, run_id, task_id, now=now)
     events.append(Event("effect.started", task_id, f'{{"dispatch":{dispatch},"effectId":"{request.effect_id}"}}'))
     return StartedEffect(dispatch, None if key == request.effect_id else key), run_id, events
+
+
+def _as_it_ended(
+    tx: Connection,
+    request: EffectRequest,
+    run_id: str,
+    task_id: str,
+    effect_id: str,
+    version: int,
+    status: str,
+    result_json: str | None,
+    error_json: str | None,
+) -> RecordedEffect | None:
+    """What is known of the effect that stands in the place of a request: how it has ended, what a person has concluded
+    since included. None when it has only been requested, and may be dispatched."""
+    if version > EFFECT_FORMAT_VERSION:
+        raise IncompatibleVersion(f"effect {effect_id} has format {version}; upgrade agentctl", run_id=run_id)
+    if effect_id != request.effect_id:
+        raise ConflictError(
+            f"effect {request.ordinal} of {task_id} was requested with another input before; it is not sent again",
+            run_id=run_id,
+        )
+    if status in EFFECT_FINAL:
+        said = reconciliations.latest(tx, effect_id)
+        if said is not None and said[1] == "compensated":
+            undone = standing.undone_fault(effect_id, request.operation)
+            return RecordedEffect("failed", None, canonical(undone.as_json()))
+        if said is not None and said[1] == "applied" and status == "uncertain":
+            return RecordedEffect("succeeded", said[2], None, reconciled=True)
+        return RecordedEffect(status, result_json, error_json)
+    if status == "started":
+        raise LeaseLost(f"effect {effect_id} is in flight already")
+    if status == "waiting_for_approval":
+        raise LeaseLost(f"effect {effect_id} waits for an approval")
+    return None
 
 
 def _key_of(tx: Connection, fence: Fence, request: EffectRequest, number: int) -> str:

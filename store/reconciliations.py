@@ -65,36 +65,13 @@ def reconcile(tx: Connection, new: NewReconciliation, *, now: int) -> tuple[str,
         _check_holder(tx, notes, run_id)
     if new.compensation_effect_id is not None:
         _check_compensation(tx, new, run_id)
-    tx.execute(
-        "INSERT INTO effect_reconciliations (reconciliation_id, format_version, effect_id, run_id, status, actor, "
-        "reason, evidence_json, result_json, result_schema_json, authorization_json, compensation_effect_id, "
-        "supersedes_id, trace_id, created_at) VALUES (?,?,?,?,?,?,?,?,?,?,?,?,?,?,"
-        # Never before the one that it supersedes, though the clock was set back: the latest is the one that counts.
-        "MAX(?, COALESCE((SELECT MAX(created_at) FROM effect_reconciliations WHERE effect_id = ?), 0)))",
-        (
-            new.reconciliation_id,
-            RECONCILIATION_FORMAT_VERSION,
-            new.effect_id,
-            run_id,
-            new.status,
-            new.actor,
-            new.reason,
-            new.evidence_json,
-            new.result_json,
-            new.result_schema_json,
-            new.authorization_json,
-            new.compensation_effect_id,
-            None if before is None else before[0],
-            run.trace_id,
-            now,
-            new.effect_id,
-        ),
-    )
+    superseding = None if before is None else before[0]
+    _insert(tx, new, run, superseding, now=now)
     payload = {
         "effectId": new.effect_id,
         "reconciliationId": new.reconciliation_id,
         "status": new.status,
-        "supersedes": None if before is None else before[0],
+        "supersedes": superseding,
     }
     events = [Event("effect.reconciled", task_id, canonical(payload))]
     if new.protocol is not None:
@@ -118,6 +95,34 @@ def reconcile(tx: Connection, new: NewReconciliation, *, now: int) -> tuple[str,
     driver = audit.append(tx, run_id, events, actor=new.actor, now=now)
     audit.append_checkpoint(tx, run_id, canonical(state), now=now)
     return run_id, driver
+
+
+def _insert(tx: Connection, new: NewReconciliation, run: Run, superseding: str | None, *, now: int) -> None:
+    tx.execute(
+        "INSERT INTO effect_reconciliations (reconciliation_id, format_version, effect_id, run_id, status, actor, "
+        "reason, evidence_json, result_json, result_schema_json, authorization_json, compensation_effect_id, "
+        "supersedes_id, trace_id, created_at) VALUES (?,?,?,?,?,?,?,?,?,?,?,?,?,?,"
+        # Never before the one that it supersedes, though the clock was set back: the latest is the one that counts.
+        "MAX(?, COALESCE((SELECT MAX(created_at) FROM effect_reconciliations WHERE effect_id = ?), 0)))",
+        (
+            new.reconciliation_id,
+            RECONCILIATION_FORMAT_VERSION,
+            new.effect_id,
+            run.run_id,
+            new.status,
+            new.actor,
+            new.reason,
+            new.evidence_json,
+            new.result_json,
+            new.result_schema_json,
+            new.authorization_json,
+            new.compensation_effect_id,
+            superseding,
+            run.trace_id,
+            now,
+            new.effect_id,
+        ),
+    )
 
 
 def _refuse_in_flight(tx: Connection, effect_id: str, attempt_id: int, run_id: str) -> None:
