@@ -26,6 +26,8 @@ FRESH_MS = 1000
 UP_MS = 1000
 """Who was up longer ago, and has not said so again, may be stopped: then a call does no harm."""
 _ENTRY = struct.Struct("<qq")
+_MOMENTS = struct.Struct("<" + "8xq" * SLOTS)
+"""The second half of each entry of a worker: looking at these alone, and at few of the others, takes half the time."""
 
 
 class Board:
@@ -46,14 +48,17 @@ class Board:
     def others(self) -> set[int]:
         """What others prepare for at this moment."""
         try:
-            text = os.pread(self._descriptor, SLOTS * _ENTRY.size, 0)
+            text = os.pread(self._descriptor, _MOMENTS.size, 0).ljust(_MOMENTS.size, b"\0")
         except OSError:
             return set()
         now = self._now()
-        numbers = struct.unpack_from(f"<{len(text) // _ENTRY.size * 2}q", text)
-        own = self._slot * 2 + 1
+        stale = now - FRESH_MS
         # The clock begins anew with each boot, and the file outlives it: what was told later than now is old as well.
-        return {numbers[i - 1] for i in range(1, len(numbers), 2) if now - FRESH_MS < numbers[i] <= now and i != own}
+        return {
+            _ENTRY.unpack_from(text, slot * _ENTRY.size)[0]
+            for slot, told in enumerate(_MOMENTS.unpack(text))
+            if stale < told <= now and slot != self._slot
+        }
 
     def stay_up(self, process_id: str) -> None:
         """Tell that this driver will look into the database before it sleeps. What was committed before `lie_down` was

@@ -30,16 +30,16 @@ from .states import may_repeat
 BRISK_MS = 25
 """Whoever claimed something longer ago may be busy for long; a driver's commit, for which all wait, takes less."""
 
-_CLAIMABLE_RUN = (
+_LIKELY_RUN = (
     # CROSS JOIN fixes the order: the runs that have a turn, by their turn, and never all runs there ever were.
     "SELECT t.run_id, r.trace_id, EXISTS (SELECT 1 FROM turns o WHERE o.run_id <> t.run_id) "  # noqa: S608
     "FROM turns t CROSS JOIN runs r ON r.run_id = t.run_id "
     "WHERE r.state = 'running' AND r.cancel_requested_at IS NULL AND r.pause_requested_at IS NULL "
     f"AND r.runtime_state_version <= {RUNTIME_STATE_VERSION} AND r.plan_format_version <= {PLAN_FORMAT_VERSION} "
-    # Its coordinator sets such a run aside, so nothing of it starts either (contract, section 0).
-    f"AND {runs.NOTHING_NEWER.format('t.run_id')} "
     "AND EXISTS (SELECT 1 FROM attempts a WHERE a.queue = 'ready' AND a.run_id = t.run_id) "
 )
+# What a newer agentctl has written into, its coordinator sets aside: nothing of it starts either (contract, section 0).
+_CLAIMABLE_RUN = f"{_LIKELY_RUN} AND {runs.NOTHING_NEWER.format('t.run_id')} "
 _CLAIM = (
     "UPDATE attempts SET state = 'claimed', queue = 'claimed', holder = ?, delivery = delivery + 1, "
     "lease_expires_at = ?, claimed_at = ? WHERE attempt_id = {} "
@@ -47,7 +47,9 @@ _CLAIM = (
 )
 _CLAIM_FIRST = _CLAIM.format("? AND queue = 'ready'")
 _CLAIM_FRESH = _CLAIM.format("? AND queue = 'ready' AND delivery = 0")
-_NEXT_RUN = _CLAIMABLE_RUN + "ORDER BY t.priority DESC, t.turn LIMIT 1"
+_BY_TURN = "ORDER BY t.priority DESC, t.turn LIMIT 1"
+_NEXT_RUN = _CLAIMABLE_RUN + _BY_TURN
+_NEXT_LIKELY_RUN = _LIKELY_RUN + _BY_TURN
 _ONE_RUN = _CLAIMABLE_RUN + "AND t.run_id = ?"
 
 
@@ -68,6 +70,12 @@ def has_ready(tx: Connection, only_run: str | None) -> bool:
 def next_run(tx: Connection, only_run: str | None) -> NextRun | None:
     """The run that a claim would serve, by priority and turn; takes no lock."""
     row = (tx.execute(_NEXT_RUN) if only_run is None else tx.execute(_ONE_RUN, (only_run,))).fetchone()
+    return None if row is None else NextRun(row[0], row[1], bool(row[2]))
+
+
+def likely_run(tx: Connection) -> NextRun | None:
+    """The same at a third of the cost, for whoever has just seen that no newer agentctl has written into that run."""
+    row = tx.execute(_NEXT_LIKELY_RUN).fetchone()
     return None if row is None else NextRun(row[0], row[1], bool(row[2]))
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 import apsw
 import pytest
 from agentctl.store.board import FRESH_MS, SLOTS, UP_MS, Board, _number_and_place
-from agentctl.store.engine import LONE_SECONDS, Store
+from agentctl.store.engine import LONE_SECONDS, VOUCHED_SECONDS, Store
 from agentctl.store.errors import LeaseLost
 from agentctl.store.records import (
     AttemptEnd,
@@ -254,6 +254,20 @@ def test_a_lone_run_without_work_hides_no_other(store: Store) -> None:
     assert seen_run(store) == "run-1"
     Hand(store).take()
     started_run(store, "run-2")
+    assert seen_run(store) == "run-2"
+
+
+def test_what_a_newer_agentctl_has_written_into_is_left_alone_soon(store: Store, clock: ManualClock) -> None:
+    """By those who look ahead after a moment, and by a claim without such a look at once."""
+    started_run(store, tasks=3)
+    assert seen_run(store) == "run-1"
+    started_run(store, "run-2", tasks=3)
+    clock.advance(2 * LONE_SECONDS)
+    assert seen_run(store) == "run-1"
+    with store.database.write() as tx:
+        tx.execute("UPDATE tasks SET metadata_version = 99 WHERE run_id = 'run-1'")
+    assert Hand(store).take().run_id == "run-2"
+    clock.advance(VOUCHED_SECONDS)
     assert seen_run(store) == "run-2"
 
 
