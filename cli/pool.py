@@ -204,7 +204,11 @@ class _Foreground:
         self._coordinator.wait(extra, at_most)
 
     def _follow(self) -> None:
-        """Somebody else drives the run: wait until it has ended or its driver is gone."""
+        """Somebody else drives the run: wait until it has ended or its driver is gone.
+
+        A coordinator may have been faster with a run that was made here, and need not have any workers.
+        """
+        self._without_workers = self._clock.monotonic()
         while True:
             if self._looks_on and self._stop.received:
                 raise KeyboardInterrupt
@@ -213,7 +217,10 @@ class _Foreground:
             run = self._store.get_run(self._run_id)
             if run.state != "running" or self._may_take(run):
                 return
-            self._coordinator.wait([self._stop.descriptor], FOLLOW_POLL_SECONDS)
+            if not self._looks_on:
+                self._look_after_workers(run)
+            extra = [] if self._supervisor is None else self._supervisor.sentinels()
+            self._coordinator.wait([self._stop.descriptor, *extra], FOLLOW_POLL_SECONDS)
             self._coordinator.tick()
 
     def _obey_signals(self) -> None:
@@ -239,7 +246,7 @@ class _Foreground:
             self._supervisor.tick()
             return
         now = self._clock.monotonic()
-        if now < self._next_worker_check or not self._coordinator.drivers[self._run_id].in_flight():
+        if now < self._next_worker_check or not self._waits_for_workers():
             return
         self._next_worker_check = now + 0.2
         if worker_is_live(self._store, self._run_id):
@@ -248,6 +255,10 @@ class _Foreground:
         # Without any worker from the start there is nothing to wait for; a pool that vanished gets time to come back.
         if self._without_workers is None or now - self._without_workers >= NO_WORKER_SECONDS:
             self._start_pool(run)
+
+    def _waits_for_workers(self) -> bool:
+        driver = self._coordinator.drivers.get(self._run_id)
+        return self._store.has_ready(self._run_id) if driver is None else driver.in_flight() > 0
 
     def _start_pool(self, run: Run) -> None:
         count = self._workers or min(run.max_concurrency, os.cpu_count() or 1)

@@ -419,6 +419,25 @@ def test_a_pool_that_drains_takes_nothing_new_so_a_run_here_has_its_own(field: F
     pool.wait()
 
 
+def test_a_run_here_that_a_coordinator_without_workers_has_taken_gets_workers_of_its_own(field: Field) -> None:
+    """Between the creation of a run and its driver lies a moment, and coordinators look for runs that nobody drives."""
+    struck = field.folder / "struck"
+    here = field.start(
+        "run",
+        field.workflow("short", [field.tick_task("short", idempotent=True)]),
+        env={"AGENTCTL_FAULT": f"after_create_run:stop@{struck}"},
+    )
+    wait_until(struck.exists, "the run is there and its command stands still")
+    coordinator = field.start("coordinator", "start")
+    driver = "SELECT p.kind FROM runs r JOIN processes p ON p.process_id = r.driver"
+    wait_until(lambda: field.rows(driver) == [("coordinator",)], "the coordinator has taken it")
+    here.popen.send_signal(signal.SIGCONT)
+    assert here.wait().code == 0
+    assert [line.label for line in field.lines()] == ["short"]
+    coordinator.signal(signal.SIGTERM)
+    assert coordinator.wait().code == 0
+
+
 def test_drain_and_stop(cli: Any, pool: Any) -> None:
     drained = cli.json("workers", "drain", "p-1").data
     assert (drained["name"], drained["requested"]) == ("p-1", True)
