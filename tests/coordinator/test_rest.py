@@ -81,3 +81,33 @@ def test_a_compensation_that_was_started_is_driven_at_once(
     driver = scalar(store, "SELECT driver FROM runs WHERE source_run_id = ?", run_id)
     assert driver == coordinator.process_id
     coordinator.close()
+
+
+ASKS = """
+apiVersion: agentctl.dev/v1
+kind: Workflow
+metadata: {name: asks}
+spec:
+  policy: {writableRoots: [out]}
+  runtime: {budgets: {maxWallTimeSeconds: 300}}
+  actions: {write: {kind: builtin.write}}
+  tasks:
+    - {id: make, uses: "action:write", with: {path: out/x, content: made}}
+"""
+
+
+def test_long_leases_make_no_look_seldom(store: Store, clock: ManualClock, ids: FixedIds, tmp_path: Path) -> None:
+    """A paused run whose time is over ends by itself: nobody calls for that, so a coordinator at rest has to look."""
+    run_id = submitted(store, ids, tmp_path, ASKS)
+    coordinator = coordinator_of(store, ids, Timing(lease=3600.0, heartbeat=720.0))
+    rounds(coordinator)
+    store.request_pause(run_id, reason="later", actor="tester")
+    rounds(coordinator)
+    assert store.get_run(run_id).state == "paused"
+    over = clock.monotonic() + 300.0
+    while store.get_run(run_id).ended_at is None:
+        assert clock.monotonic() < over + 10.0, "it still is not ended"
+        clock.advance(coordinator.sleep_seconds())
+        rounds(coordinator)
+    assert over <= clock.monotonic() <= over + 10.5
+    coordinator.close()
