@@ -522,4 +522,5 @@ class Coordinator:
             self.store.forget_asides(self.process_id)
         self.listener.close()
         self.store.wakes.forget(self.process_id)
-        self.store.set_process_state(self.process_id, "stopped")
+        # What was committed last becomes durable before we go.
+        self.store.set_process_state(self.process_id, "stopped", durable=self.store.unsettled)

@@ -443,8 +443,9 @@ class Store:
     def settle(self) -> None:
         """Make durable what `commit_batch` has left to be. Raises `SyncFailed`."""
         if self.unsettled:
-            self.database.sync()
+            # First of all: who is told that it failed ends his workers, and waits for them meanwhile.
             self.unsettled = False
+            self.database.sync()
 
     def enough_hands(self) -> bool:
         """Whether for brief work nobody needs to get up: as many workers as there are processors come and go."""
