@@ -386,6 +386,10 @@ class Worker:
             self._called = True
             if self._store.has_ready(self._config.only_run):
                 return True
+        elif self._called and self._store.asked_to_drain(self._config.process_id):
+            # The call that found no work: the next sign of life, which would tell as well, may be long in coming.
+            self._watch.drain = True
+            return True
         now = self._clock.monotonic()
         if now >= self._next_beat:
             self._beat()
