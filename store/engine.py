@@ -846,6 +846,11 @@ class Store:
         self.wakes.wake(process_id)
         return done
 
+    def asked_to_drain(self, process_id: str) -> bool:
+        """Whether a process has been asked to drain, without a sign of life."""
+        with self.database.read() as tx:
+            return processes.asked_to_drain(tx, process_id)
+
     def live_processes(self, kind: str | None = None) -> list[ProcessRow]:
         """Rows of processes that have not ended; ask `process_identity.liveness` who really lives."""
         with self.database.read() as tx:

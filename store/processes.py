@@ -65,6 +65,12 @@ def request_drain(tx: Connection, process_id: str, *, now: int) -> bool:
     return tx.changes() == 1
 
 
+def asked_to_drain(tx: Connection, process_id: str) -> bool:
+    """Whether somebody has asked the process to drain."""
+    sql = "SELECT 1 FROM processes WHERE process_id = ? AND drain_requested_at IS NOT NULL"
+    return tx.execute(sql, (process_id,)).fetchone() is not None
+
+
 def live(tx: Connection, kind: str | None = None) -> list[ProcessRow]:
     """Rows of processes that have not said goodbye; whether they really live is asked of the system."""
     sql = f"SELECT {COLUMNS} FROM processes WHERE stopped_at IS NULL"  # noqa: S608
