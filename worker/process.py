@@ -386,14 +386,15 @@ class Worker:
             self._called = True
             if self._store.has_ready(self._config.only_run):
                 return True
-        elif self._called and self._store.asked_to_drain(self._config.process_id):
-            # The call that found no work: the next sign of life, which would tell as well, may be long in coming.
-            self._watch.drain = True
-            return True
         now = self._clock.monotonic()
         if now >= self._next_beat:
             self._beat()
             self._next_beat = now + self._timing.until_rest_ends(now, chance=self._ids.uniform())
+        elif self._called:
+            # Whoever called had no work to give, or called while we worked: perhaps a person wants it to end.
+            self._watch.drain |= self._store.asked_to_drain(self._config.process_id)
+        if self._watch.drain:
+            return True
         # A look of its own with each sign of life: the net under lost calls.
         self._called = self._rest(min(max(0.0, self._next_beat - now), self._manager.longest_sleep))
         if self._announced is not None:
