@@ -44,7 +44,7 @@ _STATES = ("running", "paused", "succeeded", "failed", "cancelled")
 def status(settings: Settings, run_name: str) -> None:
     """How a run stands, and why each waiting task waits. Exit 0 whatever the state.
 
-    RUN is an id, the beginning of one, or @latest.
+    RUN is an id, the beginning of one with or without its first word (run-), or @latest.
     """
     with closing(open_store(settings)) as store:
         views = views_of(store)

@@ -43,6 +43,9 @@ MAX_PAGE = 1000
 StreamCursor: TypeAlias = tuple[int, str, int, int]
 """How far a reader of stream events has come: time, task, attempt and sequence of the last one."""
 
+_RUN_WORDS = ("run", "fork", "replay", "repair", "retry", "compensation")
+"""What the ids of runs begin with, by the verb that has made them (contract 4.12)."""
+
 _STREAMS = (("stdout", "stdoutTail", "stdoutPrefix"), ("stderr", "stderrTail", "stderrPrefix"))
 
 
@@ -54,7 +57,8 @@ class Views:
         self._clock = clock
 
     def find_run(self, name: str) -> str:
-        """The id of the run that `name` means: an id, a prefix of exactly one id, or `@latest`.
+        """The id of the run that `name` means: an id, a prefix of exactly one id with or without its first word
+        (`run-`, `fork-`, …), or `@latest`.
 
         Raises `NotFoundError` for none and `UsageError` for a prefix of several.
         """
@@ -418,17 +422,27 @@ def _find_run(tx: Connection, name: str) -> str:
         return name
     found = []
     if len(name) >= 4:
-        # A range of the primary key; ids are ASCII, so the last code point bounds every id with this prefix.
-        found = _rows(
-            tx,
-            "SELECT run_id FROM runs WHERE run_id >= ? AND run_id < ? LIMIT 2",
-            (name, name + "\U0010ffff"),
-        )
+        found = _runs_from(tx, name)
+        # What tells runs apart is the number behind the word, and that alone is what people copy or remember.
+        found = found or [row for word in _RUN_WORDS for row in _runs_from(tx, f"{word}-{name}")]
     if len(found) > 1:
-        raise UsageError(f"{name!r} is the beginning of several run ids", remedy="give more of it")
+        shown = " and ".join(str(row[0]) for row in found[:2])
+        raise UsageError(
+            f"{name!r} is the beginning of several run ids, {shown} among them",
+            remedy="give more of it; `agentctl runs list` shows the runs",
+        )
     if not found:
         raise NotFoundError(f"there is no run {name} in this database", remedy="`agentctl runs list` shows the runs")
     return str(found[0][0])
+
+
+def _runs_from(tx: Connection, beginning: str) -> list[tuple[Any, ...]]:
+    """Two runs at most whose ids begin so: a range of the primary key.
+
+    Ids are ASCII, so the last code point bounds every id with this prefix.
+    """
+    sql = "SELECT run_id FROM runs WHERE run_id >= ? AND run_id < ? LIMIT 2"
+    return _rows(tx, sql, (beginning, beginning + "\U0010ffff"))
 
 
 # -- runs ----------------------------------------------------------------------------------------------------
