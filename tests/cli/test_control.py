@@ -231,6 +231,9 @@ def test_an_applied_effect_gives_its_result_to_the_same_attempt(field: Field) ->
     assert result.data["evidence"] == {"kind": "operator_statement", "statement": "looked"}
     assert result.data["authorization"]["kind"] == "policy_allow"
     assert field.json("effects", "list", "--uncertain").data["effects"] == []
+    assert "==> a, attempt 1: uncertain, reconciled as applied <==" in field("logs", run_id).out
+    [entry] = field.json("logs", run_id).data["attempts"]
+    assert (entry["status"], entry["reconciliation"]) == ("uncertain", "applied")
     outcome = field.json("resume", run_id)
     assert (outcome.code, outcome.data["output"]) == (0, {"b": {"got": {"exitCode": 0, "stdout": "by hand"}}})
     assert field.labels() == ["a"], "it was not sent again"
