@@ -196,6 +196,9 @@ def _driver(data: dict[str, Any]) -> str:
         return f"nobody; `agentctl workers start` or `agentctl resume {data['runId']}` drives it"
     who = f"{driver['kind'] or 'process'} {clean(driver['processId'])}"
     pid = f", pid {driver['pid']}" if driver["pid"] is not None else ""
+    if driver["stopped"]:
+        on = f"`fg` in its shell or `kill -CONT {driver['pid']}` lets it go on"
+        return f"{who}{pid}, stopped, as by Ctrl-Z: {on}; `agentctl resume {data['runId']}` takes over from it"
     # A foreground `run` that was killed has nobody who takes over by himself.
     step = f"; `agentctl workers start` or `agentctl resume {data['runId']}` goes on with it"
     return f"{who}{pid}, {driver['liveness']}" + (step if driver["liveness"] == "dead" else "")
@@ -373,6 +376,8 @@ def runs_list(settings: Settings, limit: int, state: str | None, cursor: str | N
                 reason = run["reason"] if run["problem"] is None else run["problem"]["code"]
                 if _nobody_drives(run):
                     reason, left = "no driver", left + 1
+                elif run["state"] == "running" and run["driver"] is not None and run["driver"]["stopped"]:
+                    reason = "driver is stopped"  # its process, as by Ctrl-Z; `status` says how it goes on
                 rows.append((run["runId"], run["state"], run["workflow"], tasks, created, reason, made))
             heads: tuple[str, ...] = ("RUN", "STATE", "WORKFLOW", "TASKS", "CREATED", "REASON", "ORIGIN")
             if not any(row[-1] for row in rows):

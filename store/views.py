@@ -422,6 +422,11 @@ def _liveness(row: ProcessRow) -> Liveness:
     return process_identity.liveness_of(row.identity)
 
 
+def _stopped(row: ProcessRow) -> bool:
+    """Whether a process that is alive does nothing: it was stopped, as by Ctrl-Z, and waits to be let go on."""
+    return row.state not in ("stopped", "dead") and process_identity.is_stopped(row.identity)
+
+
 def _find_run(tx: Connection, name: str) -> str:
     if name == "@latest":
         row = tx.execute("SELECT run_id FROM runs ORDER BY created_at DESC, run_id DESC LIMIT 1").fetchone()
@@ -622,6 +627,7 @@ def _driver(tx: Connection, run: Run) -> dict[str, Any] | None:
         "name": None if row is None else row.name,
         "pid": None if row is None else row.pid,
         "liveness": Liveness.DEAD.value if row is None else _liveness(row).value,
+        "stopped": row is not None and _stopped(row),
         "epoch": run.epoch,
         "leaseExpiresAt": run.driver_lease_expires_at,
     }

@@ -414,6 +414,29 @@ def test_an_effect_that_hangs_in_a_worker_without_a_supervisor(field: Field) -> 
     assert field("cancel", run_id).code == 0
 
 
+def test_a_driver_that_was_stopped_is_not_just_alive(field: Field) -> None:
+    """Ctrl-Z in the shell of a foreground run: whoever looks why nothing goes on has to be told."""
+    started = field.start("run", field.workflow("slow", [field.tick_task("a", field.may_end, idempotent=True)]))
+    wait_until(lambda: field.labels() == ["a"], "it works")
+    alive = field.json("status", "@latest").data
+    assert (alive["driver"]["liveness"], alive["driver"]["stopped"]) == ("alive", False)
+    assert "Ctrl-Z" not in field("status", "@latest").out + field("runs", "list").out + field("doctor").out
+    started.signal(signal.SIGSTOP)
+    wait_until(lambda: field.json("status", "@latest").data["driver"]["stopped"], "the driver is stopped")
+    again = f"kill -CONT {started.pid}"
+    assert again in field("status", "@latest").out
+    assert "driver is stopped" in field("runs", "list").out
+    [check] = [item for item in field.json("doctor").data["checks"] if item["id"] == "processes"]
+    assert (check["status"], again in check["remedy"]) == ("warn", True)
+    waited = field("wait", "@latest", "--timeout-seconds", "0")
+    assert (waited.code, again in waited.err) == (4, True)
+    field.may_end.touch()
+    started.signal(signal.SIGCONT)
+    assert started.wait().code == 0
+    assert "Ctrl-Z" not in field("status", "@latest").out + field("doctor").out
+    field.check_clean_end()
+
+
 # -- budgets -----------------------------------------------------------------------------------------------------
 
 
