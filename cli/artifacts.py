@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import click
-from agentctl.store.errors import NotFoundError, UsageError
+from agentctl.store.errors import UsageError
 
 from .main import EXIT_INTERRUPTED, Settings, VerbGroup, pass_settings
 from .render import Printer, clean, counted, size, when
@@ -26,17 +26,19 @@ def artifacts() -> None:
 
 @artifacts.command("list")
 @click.option("--run", "run_name", metavar="RUN", help="Only those of one run.")
-@click.option("--task", "task_id", metavar="TASK", help="Only those of one task of that run.")
+@click.option(
+    "--task", "task_name", metavar="TASK", help="Only those of one task of that run: id, or beginning of one."
+)
 @pass_settings
-def artifacts_list(settings: Settings, run_name: str | None, task_id: str | None) -> None:
+def artifacts_list(settings: Settings, run_name: str | None, task_name: str | None) -> None:
     """References of runs to stored bytes. Without --run all of them, and blobs to which nothing refers."""
-    if task_id is not None and run_name is None:
+    if task_name is not None and run_name is None:
         raise UsageError("--task belongs to a --run", remedy="`agentctl artifacts list --run RUN --task TASK`")
     with closing(open_store(settings)) as store:
-        run_id = None if run_name is None else views_of(store).find_run(run_name)
+        views = views_of(store)
+        run_id = None if run_name is None else views.find_run(run_name)
+        task_id = None if run_id is None or task_name is None else views.find_task(run_id, task_name)
         found = store.artifacts.references(run_id, task_id)
-        if not found and run_id is not None and task_id is not None:
-            _require_task(store.artifacts.has_task(run_id, task_id), run_id, task_id)
         data: dict[str, Any] = {"runId": run_id, "taskId": task_id, "references": found}
         if run_id is None:
             data["blobs"] = store.artifacts.stored()
@@ -58,11 +60,6 @@ def artifacts_list(settings: Settings, run_name: str | None, task_id: str | None
         out.table(("DIGEST", "SIZE", "TASK", "PATH", "RUN"), rows)
 
     Printer(settings).result("ArtifactList", data, human)
-
-
-def _require_task(known: bool, run_id: str, task_id: str) -> None:
-    if not known:
-        raise NotFoundError(f"{run_id} has no task {task_id}", remedy=f"`agentctl inspect {run_id}` shows its tasks")
 
 
 @artifacts.command("inspect")

@@ -146,21 +146,21 @@ effects.add_command(continue_remote)
 
 @effects.command("list")
 @click.argument("run_name", metavar="[RUN]", required=False)
-@click.option("--task", "task_id", metavar="TASK", help="Only those of one task.")
+@click.option("--task", "task_name", metavar="TASK", help="Only those of one task: its id, or the beginning of it.")
 @click.option("--uncertain", is_flag=True, help="Only those that somebody has to reconcile; without RUN of all runs.")
 @pass_settings
-def effects_list(settings: Settings, run_name: str | None, task_id: str | None, uncertain: bool) -> None:
+def effects_list(settings: Settings, run_name: str | None, task_name: str | None, uncertain: bool) -> None:
     """The effects of a run in compiled order, or the uncertain ones of all runs."""
     if run_name is None and not uncertain:
         raise UsageError(
             "give a RUN, or --uncertain",
             remedy="`agentctl effects list RUN`, or `agentctl effects list --uncertain` for all runs",
         )
-    if run_name is None and task_id is not None:
+    if run_name is None and task_name is not None:
         raise UsageError("--task belongs to a RUN", remedy="`agentctl effects list RUN --task TASK --uncertain`")
     with closing(open_store(settings)) as store:
         views = views_of(store)
-        data = views.uncertain_effects() if run_name is None else _of_run(views, run_name, task_id, uncertain)
+        data = views.uncertain_effects() if run_name is None else _of_run(views, run_name, task_name, uncertain)
 
     def human(out: Printer) -> None:
         rows = []
@@ -175,9 +175,9 @@ def effects_list(settings: Settings, run_name: str | None, task_id: str | None, 
     Printer(settings).result("EffectList", data, human)
 
 
-def _of_run(views: Views, run_name: str, task_id: str | None, uncertain: bool) -> dict[str, Any]:
+def _of_run(views: Views, run_name: str, task_name: str | None, uncertain: bool) -> dict[str, Any]:
     run_id = views.find_run(run_name)
-    data = views.effects(run_id, task_id)
+    data = views.effects(run_id, None if task_name is None else views.find_task(run_id, task_name))
     if uncertain:
         open_ones = {effect["effectId"] for effect in views.uncertain(run_id, limit=-1)[0]}
         data["effects"] = [effect for effect in data["effects"] if effect["request"]["id"] in open_ones]

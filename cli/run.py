@@ -703,6 +703,12 @@ def _warn_if_waiting_is_vain(settings: Settings, store: Store, views: Views, run
     driver = views.status(run_id)["driver"]
     if not told and (driver is None or driver["liveness"] == "dead"):
         _warn_undriven(settings, store)
+    elif not told and driver is not None and driver["stopped"]:
+        warn(
+            settings,
+            f"{driver['kind']} {clean(driver['processId'])}, which drives this run, is stopped, as by Ctrl-Z; "
+            f"`fg` in its shell or `kill -CONT {driver['pid']}` lets it go on",
+        )
     return told
 
 

@@ -44,7 +44,7 @@ _STATES = ("running", "paused", "succeeded", "failed", "cancelled")
 def status(settings: Settings, run_name: str) -> None:
     """How a run stands, and why each waiting task waits. Exit 0 whatever the state.
 
-    RUN is an id, the beginning of one, or @latest.
+    RUN is an id, the beginning of one with or without its first word (run-), or @latest.
     """
     with closing(open_store(settings)) as store:
         views = views_of(store)
@@ -196,6 +196,9 @@ def _driver(data: dict[str, Any]) -> str:
         return f"nobody; `agentctl workers start` or `agentctl resume {data['runId']}` drives it"
     who = f"{driver['kind'] or 'process'} {clean(driver['processId'])}"
     pid = f", pid {driver['pid']}" if driver["pid"] is not None else ""
+    if driver["stopped"]:
+        on = f"`fg` in its shell or `kill -CONT {driver['pid']}` lets it go on"
+        return f"{who}{pid}, stopped, as by Ctrl-Z: {on}; `agentctl resume {data['runId']}` takes over from it"
     # A foreground `run` that was killed has nobody who takes over by himself.
     step = f"; `agentctl workers start` or `agentctl resume {data['runId']}` goes on with it"
     return f"{who}{pid}, {driver['liveness']}" + (step if driver["liveness"] == "dead" else "")
@@ -245,11 +248,12 @@ def inspect(settings: Settings, run_name: str) -> None:
 
 @click.command(cls=Verb)
 @click.argument("run_name", metavar="RUN")
-@click.argument("task_id", metavar="[TASK]", required=False)
+@click.argument("task_name", metavar="[TASK]", required=False)
+@click.option("--failed", is_flag=True, help="Only attempts that have ended without success.")
 @pass_settings
-def logs(settings: Settings, run_name: str, task_id: str | None) -> None:
+def logs(settings: Settings, run_name: str, task_name: str | None, failed: bool) -> None:
     """What the commands of a run have printed, attempt by attempt, and what its models and tools have said; with TASK
-    only those of one task.
+    (an id or the beginning of one) only those of one task.
 
     It is recorded when a command has ended, so there is nothing yet of one that runs. For people a head line with the
     exit code comes before each attempt, and stderr after stdout, and what could steer a terminal is shown as an escape;
@@ -258,8 +262,9 @@ def logs(settings: Settings, run_name: str, task_id: str | None) -> None:
     with closing(open_store(settings)) as store:
         views = views_of(store)
         run_id = views.find_run(run_name)
-        entries = views.logs(run_id, task_id)
-        said = views.conversation(run_id, task_id)
+        task_id = None if task_name is None else views.find_task(run_id, task_name)
+        entries = views.logs(run_id, task_id, failed=failed)
+        said = views.conversation(run_id, task_id, failed=failed)
         data = {"runId": run_id, "taskId": task_id, "attempts": entries, "conversation": said}
 
         def human(out: Printer) -> None:
@@ -268,12 +273,15 @@ def logs(settings: Settings, run_name: str, task_id: str | None) -> None:
             if entries or said:
                 return
             below = [] if task_id is None else views.below(run_id, task_id)
-            if not below:
+            if not below and failed:
+                out.line("no output of a failure is recorded: no attempt of a command or a model has failed")
+            elif not below:
                 out.line("no output is recorded: no command has ended")
             else:
                 out.line(f"{clean(task_id)} has no output of its own; that of its {len(below)} tasks is shown by")
                 for name in below[:SHOWN_WAITING]:
-                    out.line(f"  {program(settings)} logs {run_id} {clean(name)}")
+                    only = " --failed" if failed else ""
+                    out.line(f"  {program(settings)} logs {run_id} {clean(name)}{only}")
                 _more(out, len(below) - SHOWN_WAITING)
 
         Printer(settings).result("Logs", data, human)
@@ -281,7 +289,7 @@ def logs(settings: Settings, run_name: str, task_id: str | None) -> None:
 
 def _logs_for_people(out: Printer, entries: list[dict[str, Any]]) -> None:
     for entry in entries:
-        how = entry["status"] if entry["exitCode"] is None else f"exit {entry['exitCode']}"
+        how = _concluded(entry) if entry["exitCode"] is None else f"exit {entry['exitCode']}"
         out.line(out.bold(f"==> {clean(entry['taskId'])}, attempt {entry['attempt']}: {how} <=="))
         for name in ("stdout", "stderr"):
             text = entry[name]
@@ -297,6 +305,12 @@ def _logs_for_people(out: Printer, entries: list[dict[str, Any]]) -> None:
             out.line(out.paint(f"{entry['error']['code']}: {clean(entry['error']['message'])}", "red"))
 
 
+def _concluded(entry: dict[str, Any]) -> str:
+    """What became of an effect; one that a person has answered for is no open question any more."""
+    said = entry["reconciliation"]
+    return str(entry["status"]) if said is None else f"{entry['status']}, reconciled as {said}"
+
+
 def _conversation_for_people(out: Printer, said: list[dict[str, Any]]) -> None:
     """Turns and tool calls, each under a head line of its attempt."""
     at = None
@@ -307,12 +321,12 @@ def _conversation_for_people(out: Printer, said: list[dict[str, Any]]) -> None:
             usage = step["usage"] or {}
             spent = f", {usage.get('inputTokens', 0)} tokens in, {usage.get('outputTokens', 0)} out" if usage else ""
             ended_by = f", {step['finishReason']}" if step["finishReason"] else ""
-            out.line(f"[{step['ordinal']}] {clean(step['provider'])}: {step['status']}{ended_by}{spent}")
+            out.line(f"[{step['ordinal']}] {clean(step['provider'])}: {_concluded(step)}{ended_by}{spent}")
             if step["text"]:
                 out.line("\n".join("    " + clean(line) for line in step["text"].split("\n")))
         else:
             asked = (step["input"] or {}).get("input")
-            out.line(f"[{step['ordinal']}] {clean(step['tool'])}({_short(asked)}): {step['status']}")
+            out.line(f"[{step['ordinal']}] {clean(step['tool'])}({_short(asked)}): {_concluded(step)}")
             if step["output"] is not None:
                 out.line("    " + _short(step["output"]))
         if step["error"] is not None:
@@ -362,6 +376,8 @@ def runs_list(settings: Settings, limit: int, state: str | None, cursor: str | N
                 reason = run["reason"] if run["problem"] is None else run["problem"]["code"]
                 if _nobody_drives(run):
                     reason, left = "no driver", left + 1
+                elif run["state"] == "running" and run["driver"] is not None and run["driver"]["stopped"]:
+                    reason = "driver is stopped"  # its process, as by Ctrl-Z; `status` says how it goes on
                 rows.append((run["runId"], run["state"], run["workflow"], tasks, created, reason, made))
             heads: tuple[str, ...] = ("RUN", "STATE", "WORKFLOW", "TASKS", "CREATED", "REASON", "ORIGIN")
             if not any(row[-1] for row in rows):

@@ -287,8 +287,20 @@ class _Planner:
                 found.selected.append(name)
                 self._look(task, task.compensate, found)
         chosen = set(found.selected)
+        found.warnings += self._unchanged(found.selected)
         found.elsewhere = [item for item in self._source.taken_over if item.task_id in chosen]
         return found
+
+    def _unchanged(self, names: Sequence[str]) -> Iterator[str]:
+        """Tasks that declare an inverse and have found everything as it should be: that is no effect, and whoever sees
+        that it stays as it is wants to know why."""
+        taken_over = {item.task_id for item in self._source.taken_over}
+        for name in names:
+            if name in self._effects or name in taken_over or name not in self._tasks:
+                continue
+            output = self._tasks[name]
+            if isinstance(output, dict) and output.get("status") == "unchanged":
+                yield f"{name} has changed nothing, since all was there already: nothing of it is undone"
 
     def _look(self, task: CompiledTask, declared: dict[str, Any], found: CompensationPlan) -> None:
         effects = self._effects.get(task.id, [])

@@ -999,7 +999,7 @@ class _Compiler:
         try:
             found = compile_condition(text).references
         except TemplateError as error:
-            self.report("invalid_template", error.message, path)
+            self.report("invalid_template", error.message, path, help=error.help)
             return frozenset()
         self.check_task_references(found, text, path, source, ids, condition=True)
         return found
@@ -1009,7 +1009,7 @@ class _Compiler:
             try:
                 compile_value(text)
             except TemplateError as error:
-                self.report("invalid_template", error.message, place)
+                self.report("invalid_template", error.message, place, help=error.help)
 
     def check_task_references(
         self,

@@ -371,13 +371,15 @@ class Coordinator:
         """Start one compensation that is due. A large one takes seconds to plan, and all runs wait: one in a round."""
         due = Compensations(self.store.database, self._clock).due()
         ready = [run_id for run_id in due if self._not_before.get(run_id, now) <= now]
-        if ready:
-            self._compensate(ready[0])
-        if len(ready) > 1:
-            self._next_look = now
+        started = bool(ready) and self._compensate(ready[0])
+        if started or len(ready) > 1:
+            self._next_look = now  # what was started is a run that nobody drives
 
-    def _compensate(self, run_id: str) -> None:
-        """Start the automatic compensation of a failed run; it is driven like any other. What goes wrong, stays due."""
+    def _compensate(self, run_id: str) -> bool:
+        """Start the automatic compensation of a failed run, which is driven like any other: whether there is one now.
+
+        What goes wrong, stays due.
+        """
         from .compensation import start_what_is_due
 
         try:
@@ -385,10 +387,11 @@ class Coordinator:
         except AgentctlError as error:
             log.error("the compensation of %s could not be started: %s", run_id, error.message)
             self._not_before[run_id] = self._clock.monotonic() + COMPENSATION_PAUSE_SECONDS
-            return
+            return False
         self._not_before.pop(run_id, None)
         if started is not None:
             log.info("%s compensates %s", started, run_id)
+        return started is not None
 
     def _set_aside(self, run_id: str, error: AgentctlError, *, note: bool = True) -> None:
         log.error("%s cannot be driven and is set aside: %s", run_id, error.message, extra={"run": run_id})
@@ -519,4 +522,5 @@ class Coordinator:
             self.store.forget_asides(self.process_id)
         self.listener.close()
         self.store.wakes.forget(self.process_id)
-        self.store.set_process_state(self.process_id, "stopped")
+        # What was committed last becomes durable before we go.
+        self.store.set_process_state(self.process_id, "stopped", durable=self.store.unsettled)

@@ -157,7 +157,7 @@ def _items(value: Any, path: Path, scope: Scope) -> tuple[Sequence[Any], bool]:
             _check_known(reference, scope, path)
         items = renderer(scope)
     except TemplateError as error:
-        hint = "give the input, or declare a default in spec.inputs" if error.kind == "undefined" else None
+        hint = "give the input, or declare a default in spec.inputs" if error.kind == "undefined" else error.help
         raise ExpansionError(error.message, path, "invalid_template", hint) from None
     if not isinstance(items, list):
         raise ExpansionError(f"{value} gives {_kind(items)}, not a list", path, help=_list_hint(renderer.references))
@@ -185,7 +185,8 @@ def _check_known(reference: Ref, scope: Scope, path: Path) -> None:
         hint = "let the call give it as a literal, or as a template over inputs or vars"
         raise ExpansionError(message, path, "invalid_template", hint)
     message = f"{reference.root} is not known before the run; only inputs and vars are"
-    raise ExpansionError(message, path, "invalid_template")
+    hint = "take the items from an input or a variable; for items that a task finds, let one command go through them"
+    raise ExpansionError(message, path, "invalid_template", hint)
 
 
 def _kind(value: Any) -> str:

@@ -29,9 +29,16 @@ Rename: TypeAlias = "Callable[[Ref], str | None]"
 _OPERATORS = ("==", "!=", "<=", ">=", "<", ">")
 _SEGMENT = re.compile(r"[A-Za-z0-9_-]+")
 _ROOTS = ("inputs", "vars", "memory")
+_EXPANDED = ("item", "foreachIndex", "matrix", "matrixIndex", "loopIndex", "loopPrevious")
+"""Variables that expansions give, which are paths of their own in other programs."""
+
+_SEVERAL = re.compile(r"\s(?:and|or)\s|&&|\|\|")
 MAX_TEXT = 32 << 20
 """Longest text that is put together of several values, in characters. It is measured before it is made: a value of many
 megabytes may stand in it a thousand times."""
+
+_NAMES, _NAME = 12, 40
+"""Most names of a value in a message, and most characters of one."""
 
 _SHOWN = 200
 """Most characters of an expression in a message; all of it is in the details."""
@@ -40,13 +47,15 @@ _SHOWN = 200
 class TemplateError(TaskFault):
     """An expression that cannot be compiled or evaluated. Never retried.
 
-    `kind` is one of `unclosed`, `empty`, `unsupported`, `undefined`, `non_scalar`.
+    `kind` is one of `unclosed`, `empty`, `unsupported`, `undefined`, `non_scalar`. `help` is what to write instead,
+    where that can be told.
     """
 
-    def __init__(self, kind: str, message: str, expression: str) -> None:
+    def __init__(self, kind: str, message: str, expression: str, help: str | None = None) -> None:
         super().__init__("template_error", message, details={"kind": kind, "expression": expression})
         self.kind = kind
         self.expression = expression
+        self.help = help
 
 
 @dataclass(frozen=True, slots=True)
@@ -399,7 +408,34 @@ def _parse_path(text: str, expression: str) -> Ref:
         "unsupported",
         f"{text!r} is not a path: use inputs.X, vars.X, memory.X or tasks.ID.output.X",
         expression,
+        _instead(text),
     )
+
+
+def _instead(text: str) -> str | None:
+    """What to write for something that is no path here: mostly it is one in the language of another program."""
+    root, *segments = text.split(".")
+    if _SEVERAL.search(text):
+        return "a condition is one comparison: for `and` put one on each of two tasks in a row, for `or` take a router"
+    if "[" in text:
+        return "elements of a list cannot be read one by one: take a foreach over it, or hand it on as a whole"
+    if re.search(r"[|(+*?]", text):
+        return "there are no functions, filters and sums: let a task make the value, and read its output"
+    if root in _EXPANDED:
+        return f"write vars.{text}"
+    if root == "loop":
+        return "loop.output can be read in `while` only; elsewhere it is vars.loopPrevious"
+    if root in ("env", "secrets"):
+        return "give it as an input (--input NAME=VALUE), or to a command as a secret: env: {NAME: {env: NAME}}"
+    if any(letter.isspace() for letter in text) or not segments:
+        return None
+    readable = all(map(_SEGMENT.fullmatch, segments))
+    if root in ("tasks", "steps", "needs") and readable:
+        rest = segments[2:] if segments[1:2] in (["output"], ["outputs"]) else segments[1:]
+        return f"write {'.'.join(('tasks', segments[0], 'output', *rest))}"
+    if root in (*_ROOTS, "tasks") and not readable:
+        return "names in a path have letters from a to z, digits, _ and -; a value under another name cannot be read"
+    return None
 
 
 def _literal(text: str) -> Any:
@@ -443,18 +479,32 @@ def _as_float(value: int | float) -> float:
         return float("inf") if value > 0 else float("-inf")
 
 
+def _what_it_is(value: Any) -> str:
+    """What could be read below a value: names only, since values may be anything, and only so many."""
+    if type(value) is dict:
+        names = sorted(value)
+        more = f" and {len(names) - _NAMES} more" if len(names) > _NAMES else ""
+        return f"has {', '.join(name[:_NAME] for name in names[:_NAMES])}{more}" if names else "is empty"
+    kinds = {str: "text", list: "a list", bool: "a boolean", int: "a number", float: "a number"}
+    return f"is {kinds.get(type(value), 'null')}"
+
+
 def _lookup(reference: Ref, expression: str) -> Evaluate:
     root, path = reference.root, reference.path
     first, rest = path[0], path[1:]
 
+    def shown(place: int) -> str:
+        parts = path[: place + 1] if root != "tasks" else (path[0], "output", *path[1 : place + 1])
+        return ".".join((root, *parts))
+
     def missing(place: int) -> TemplateError:
-        shown = ".".join(path[: place + 1]) if root != "tasks" else ".".join((path[0], "output", *path[1 : place + 1]))
-        return TemplateError("undefined", f"{root}.{shown} does not exist", expression)
+        return TemplateError("undefined", f"{shown(place)} does not exist", expression)
 
     def step(value: Any) -> Any:
         for place, segment in enumerate(rest, 1):
             if type(value) is not dict or segment not in value:
-                raise missing(place)
+                message = f"{shown(place)} does not exist: {shown(place - 1)} {_what_it_is(value)}"
+                raise TemplateError("undefined", message, expression)
             value = value[segment]
         return value
 

@@ -259,12 +259,6 @@ class Artifacts:
         with self._database.read() as tx:
             return list(references(tx, run_id, task_id))
 
-    def has_task(self, run_id: str, task_id: str) -> bool:
-        """Whether a run has a task of that name."""
-        with self._database.read() as tx:
-            found = tx.execute("SELECT 1 FROM tasks WHERE run_id = ? AND task_id = ?", (run_id, task_id)).fetchone()
-        return found is not None
-
     def stored(self) -> list[dict[str, Any]]:
         """Every blob: `digest, sizeBytes, createdAt, references, leasedUntil, storePath`."""
         with self._database.read() as tx:

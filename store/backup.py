@@ -109,6 +109,7 @@ def _restore(file: Path, database: Path, blobs: Blobs, source: Blobs) -> dict[st
         runs, open_runs, rows = _look_into(temporary, database)
         count, size = _restore_blobs(rows, source, blobs)
         with _writing(database), open(temporary, "rb") as copied:
+            filesystem.give_to_owner(copied.fileno(), database)
             os.fsync(copied.fileno())
             try:
                 # A link, not a renaming: whoever has made a database here meanwhile keeps it.

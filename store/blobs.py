@@ -157,7 +157,7 @@ class Blobs:
         return (self._trash, self._tmp, self._shelves, self.root)
 
     def _give(self, made: Path | int) -> None:
-        """See `give_to_owner`; a folder that is restored before its database has no owner yet."""
+        """See `give_to_owner`; what is gone again belongs to nobody."""
         with suppress(FileNotFoundError):
             give_to_owner(made, self._file)
 

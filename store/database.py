@@ -125,6 +125,7 @@ class Database:
                     remedy="give its place with --db PATH or AGENTCTL_DB; `agentctl run FILE` makes one",
                 )
             filesystem.prepare_folder(self.path.parent)
+            filesystem.make_for_owner(self.path)
         elif not self.path.is_file():
             raise EnvironmentFault(f"{path.absolute()} is not a file", remedy="choose another place with --db PATH")
         filesystem.require_writable(self.path)

@@ -358,14 +358,24 @@ class _Examination:
         return Check("clock", "ok", "nothing recorded lies in the future")
 
     def _processes(self, facts: Facts, database: Database) -> Check:
-        """Rows that say more than is true: of processes that died without a word and that nobody has settled yet."""
+        """Rows that say more than is true: of processes that died without a word and that nobody has settled yet, or
+        that live and are stopped."""
         dead = {row.process_id for row in facts.processes if row.stopped_at is None and liveness(row) is Liveness.DEAD}
         known = {row.process_id for row in facts.processes}
         gone = dead | {claim.holder for claim in facts.claims if claim.holder not in known}
         claims = sum(1 for claim in facts.claims if claim.holder in gone)
         runs = [run for run, driver in facts.drivers.items() if driver is not None and driver in dead]
         if not gone:
-            alive = sum(1 for row in facts.processes if row.stopped_at is None)
+            live = [row for row in facts.processes if row.stopped_at is None]
+            if still := [row for row in live if process_identity.is_stopped(row.identity)]:
+                shown = ", ".join(f"{row.kind} {row.name} (pid {row.pid})" for row in still[:SHOWN])
+                return Check(
+                    "processes",
+                    "warn",
+                    f"{_count(len(still), 'process')} stopped, as by Ctrl-Z: {shown}",
+                    f"let it go on: `fg` in its shell, or `kill -CONT {still[0].pid}`",
+                )
+            alive = len(live)
             return Check("processes", "ok", f"{_count(alive, 'process')} recorded as alive, and so they are")
         held = f", with {_count(claims, 'claimed attempt')}" if claims else ""
         driven = f", driving {_count(len(runs), 'run')}" if runs else ""

@@ -447,8 +447,9 @@ class Store:
     def settle(self) -> None:
         """Make durable what `commit_batch` has left to be. Raises `SyncFailed`."""
         if self.unsettled:
-            self.database.sync()
+            # First of all: who is told that it failed ends his workers, and waits for them meanwhile.
             self.unsettled = False
+            self.database.sync()
 
     def enough_hands(self) -> bool:
         """Whether for brief work nobody needs to get up: as many workers as there are processors come and go."""
@@ -861,6 +862,11 @@ class Store:
             done = processes.request_drain(tx, process_id, now=self.clock.now())
         self.wakes.wake(process_id)
         return done
+
+    def asked_to_drain(self, process_id: str) -> bool:
+        """Whether somebody has asked a process to drain."""
+        with self.database.read() as tx:
+            return processes.asked_to_drain(tx, process_id)
 
     def live_processes(self, kind: str | None = None) -> list[ProcessRow]:
         """Rows of processes that have not ended; ask `process_identity.liveness` who really lives."""

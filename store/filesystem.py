@@ -6,6 +6,7 @@ A WAL database needs shared memory and locks between processes, which network fi
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
 import stat
@@ -182,13 +183,17 @@ def is_full(path: Path) -> bool:
 
 def give_to_owner(made: Path | int, database: Path) -> None:
     """What root makes beside the database of another user belongs to that user, as with SQLite and its log: one
-    `sudo agentctl` would lock its owner out for good.
+    `sudo agentctl` would lock its owner out for good. While there is no database, the owner of its folder counts: root
+    restores, and a service of that user is to go on with it.
 
     `made` is an open file or a path. What has another name already, or another owner than root, is left alone.
     """
     if os.geteuid() != 0:
         return
-    owner = os.stat(database)
+    try:
+        owner = os.stat(database)
+    except FileNotFoundError:
+        owner = os.stat(database.parent)
     if owner.st_uid == 0:
         return
     descriptor = os.open(made, _GIVEN) if isinstance(made, Path) else made
@@ -198,6 +203,21 @@ def give_to_owner(made: Path | int, database: Path) -> None:
             os.fchown(descriptor, owner.st_uid, owner.st_gid)
     finally:
         if descriptor is not made:
+            os.close(descriptor)
+
+
+def make_for_owner(database: Path) -> None:
+    """Make the empty file of a new database, where it would belong to root in the folder of another user.
+
+    SQLite makes it otherwise; once that has it open, nobody may open it beside (its locks would be gone).
+    """
+    if os.geteuid() != 0 or (owner := os.stat(database.parent)).st_uid == 0:
+        return
+    with contextlib.suppress(OSError):  # somebody was faster, or SQLite will find and say what is wrong
+        descriptor = os.open(database, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+        try:
+            os.fchown(descriptor, owner.st_uid, owner.st_gid)
+        finally:
             os.close(descriptor)
 
 

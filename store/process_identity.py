@@ -215,6 +215,18 @@ def liveness_of(text: str) -> Liveness:
         return Liveness.UNKNOWN
 
 
+def is_stopped(text: str) -> bool:
+    """Whether the process of a stored identity lives and does nothing until somebody lets it go on: Ctrl-Z, SIGSTOP, or
+    a debugger. False where that cannot be seen."""
+    if liveness_of(text) is not Liveness.ALIVE or not _HAS_PROC:
+        return False
+    try:
+        stat = read_stat(ProcessIdentity.from_text(text).pid)
+    except PermissionError:
+        return False
+    return stat is not None and stat.state in "Tt"
+
+
 def _hidden(pid: int) -> bool:
     """Whether a process exists at `pid` that `/proc` does not show to this user."""
     if not _HAS_PROC or not _exists(pid):

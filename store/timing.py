@@ -7,6 +7,10 @@ from dataclasses import dataclass
 
 from .errors import UsageError
 
+LONGEST_REST_SECONDS = 10.0
+"""How long nobody looks at most, however long a lease is: what ends by the clock, or was started by somebody who died
+before he could call, waits for a look."""
+
 TOGETHER_SECONDS = 0.05
 """The instant within which those wake up who rest."""
 
@@ -29,7 +33,7 @@ class Timing:
 
         It holds no lease that could end, and is believed to be well for a lease and the grace.
         """
-        return max(self.heartbeat, self.lease * 2 / 3)
+        return min(LONGEST_REST_SECONDS, max(self.heartbeat, self.lease * 2 / 3))
 
     def until_rest_ends(self, now: float, *, parts: int = 1, chance: float = 0.0) -> float:
         """Seconds from `now` (monotonic) until all wake up who rest, or the end of one of so many `parts` of the rest.

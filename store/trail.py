@@ -77,8 +77,11 @@ class Trail:
         self._last_full: float | None = None
         with database.read() as tx:
             for number, run_id, head, ended in _heads(tx):
-                read = _read_before(tx, cursor, number, run_id, head)
+                read = head if cursor is None else _read_before(tx, cursor, number, run_id, head)
                 self._known[number] = _Known(run_id, read, ended and read >= head)
+                if cursor is None:
+                    # What is passed over counts as read: without its time the next follower would take it for late.
+                    self._at = max(self._at, _time_of(tx, run_id, head) or 0)
         self._newest = max(self._known, default=0 if cursor is None else cursor.watermark)
 
     def cursor(self) -> Cursor:
@@ -126,20 +129,27 @@ def _heads(tx: Connection, which: str = "1", values: tuple[Any, ...] = ()) -> li
     return [(number, run_id, head, bool(ended)) for number, run_id, head, ended in rows]
 
 
-def _read_before(tx: Connection, cursor: Cursor | None, number: int, run_id: str, head: int) -> int:
-    """Up to where a run was read by whoever had this cursor."""
-    if cursor is None:
-        return head
-    if number in cursor.partly:
-        return cursor.partly[number]
+def _time_of(tx: Connection, run_id: str, sequence: int) -> int | None:
+    """When an event of a run was appended; None when there is none of that sequence."""
+    row = tx.execute(
+        f"SELECT created_at FROM audit_events WHERE {audit.OF_RUN} AND sequence = ?3",  # noqa: S608
+        (run_id, sequence - 1, sequence),
+    ).fetchone()
+    return None if row is None else int(row[0])
+
+
+def _read_before(tx: Connection, cursor: Cursor, number: int, run_id: str, head: int) -> int:
+    """Up to where a run was read by whoever had this cursor.
+
+    What is later than all that was read was not read, whatever its number: the database may have been restored since,
+    and then runs go on from an earlier event, and new ones have numbers that others had.
+    """
     if number > cursor.watermark:
         return 0
-    last = tx.execute(
-        f"SELECT created_at FROM audit_events WHERE {audit.OF_RUN} LIMIT 1",  # noqa: S608
-        (run_id, head - 1),
-    ).fetchone()
-    if last is None or last[0] <= cursor.at:
-        return head
+    read = cursor.partly.get(number, head)
+    last = _time_of(tx, run_id, min(read, head))
+    if last is None or last <= cursor.at:
+        return min(read, head)
     row = tx.execute(
         f"SELECT COALESCE(MAX(sequence), 0) FROM audit_events WHERE {audit.OF_RUN} AND created_at <= ?3",  # noqa: S608
         (run_id, 0, cursor.at),

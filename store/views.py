@@ -43,6 +43,9 @@ MAX_PAGE = 1000
 StreamCursor: TypeAlias = tuple[int, str, int, int]
 """How far a reader of stream events has come: time, task, attempt and sequence of the last one."""
 
+_RUN_WORDS = ("run", "fork", "replay", "repair", "retry", "compensation")
+"""What the ids of runs begin with, by the verb that has made them (contract 4.12)."""
+
 _STREAMS = (("stdout", "stdoutTail", "stdoutPrefix"), ("stderr", "stderrTail", "stderrPrefix"))
 
 
@@ -54,7 +57,8 @@ class Views:
         self._clock = clock
 
     def find_run(self, name: str) -> str:
-        """The id of the run that `name` means: an id, a prefix of exactly one id, or `@latest`.
+        """The id of the run that `name` means: an id, a prefix of exactly one id with or without its first word
+        (`run-`, `fork-`, …), or `@latest`.
 
         Raises `NotFoundError` for none and `UsageError` for a prefix of several.
         """
@@ -104,10 +108,10 @@ class Views:
         with self._database.read() as tx:
             return _stream_events(tx, run_id, after=after, limit=limit)
 
-    def conversation(self, run_id: str, task_id: str | None) -> list[dict[str, Any]]:
+    def conversation(self, run_id: str, task_id: str | None, *, failed: bool = False) -> list[dict[str, Any]]:
         """The turns and tool calls of agents, in compiled order, as `logs` shows them."""
         with self._database.read() as tx:
-            return list(_conversation(tx, runs.get(tx, run_id), task_id))
+            return list(_conversation(tx, runs.get(tx, run_id), task_id, failed=failed))
 
     def outcome(self, run_id: str) -> dict[str, Any]:
         """RunOutcome: `runId, traceId, state, reason, cancelReason, pauseReason, output, error`.
@@ -331,15 +335,25 @@ class Views:
             )
             return {task_id: redacted(_value(bound)) for task_id, bound in rows}
 
-    def logs(self, run_id: str, task_id: str | None) -> list[dict[str, Any]]:
-        """What process tasks have printed, per attempt and effect, in compiled order.
+    def find_task(self, run_id: str, name: str) -> str:
+        """The id of the task of a run that `name` means: an id, or a prefix of exactly one that was declared.
 
-        Each entry: `taskId, attempt, effectId, status, dispatches, exitCode, stdout, stderr, truncated`. A stream
-        that was not recorded is None; `truncated` says that only a part was kept. Raises `NotFoundError` for a task
-        that the run does not have.
+        Raises `NotFoundError` for none and `UsageError` for a prefix of several.
         """
         with self._database.read() as tx:
-            return list(_logs(tx, runs.get(tx, run_id), task_id))
+            return _find_task(tx, runs.get(tx, run_id), name)
+
+    def logs(self, run_id: str, task_id: str | None, *, failed: bool = False) -> list[dict[str, Any]]:
+        """What process tasks have printed, per attempt and effect, in compiled order; with `failed` only those of
+        attempts that have ended without success.
+
+        Each entry: `taskId, attempt, effectId, status, dispatches, exitCode, stdout, stderr, truncated,
+        reconciliation`. A stream that was not recorded is None; `truncated` says that only a part was kept;
+        `reconciliation` is what a person has concluded about an uncertain effect, or None. Raises `NotFoundError` for
+        a task that the run does not have.
+        """
+        with self._database.read() as tx:
+            return list(_logs(tx, runs.get(tx, run_id), task_id, failed=failed))
 
     def workers(self) -> dict[str, Any]:
         """WorkerList: every incarnation that is still recorded, the living first, then the ended, latest first."""
@@ -408,6 +422,11 @@ def _liveness(row: ProcessRow) -> Liveness:
     return process_identity.liveness_of(row.identity)
 
 
+def _stopped(row: ProcessRow) -> bool:
+    """Whether a process that is alive does nothing: it was stopped, as by Ctrl-Z, and waits to be let go on."""
+    return row.state not in ("stopped", "dead") and process_identity.is_stopped(row.identity)
+
+
 def _find_run(tx: Connection, name: str) -> str:
     if name == "@latest":
         row = tx.execute("SELECT run_id FROM runs ORDER BY created_at DESC, run_id DESC LIMIT 1").fetchone()
@@ -418,17 +437,27 @@ def _find_run(tx: Connection, name: str) -> str:
         return name
     found = []
     if len(name) >= 4:
-        # A range of the primary key; ids are ASCII, so the last code point bounds every id with this prefix.
-        found = _rows(
-            tx,
-            "SELECT run_id FROM runs WHERE run_id >= ? AND run_id < ? LIMIT 2",
-            (name, name + "\U0010ffff"),
-        )
+        found = _runs_from(tx, name)
+        # What tells runs apart is the number behind the word, and that alone is what people copy or remember.
+        found = found or [row for word in _RUN_WORDS for row in _runs_from(tx, f"{word}-{name}")]
     if len(found) > 1:
-        raise UsageError(f"{name!r} is the beginning of several run ids", remedy="give more of it")
+        shown = " and ".join(str(row[0]) for row in found[:2])
+        raise UsageError(
+            f"{name!r} is the beginning of several run ids, {shown} among them",
+            remedy="give more of it; `agentctl runs list` shows the runs",
+        )
     if not found:
         raise NotFoundError(f"there is no run {name} in this database", remedy="`agentctl runs list` shows the runs")
     return str(found[0][0])
+
+
+def _runs_from(tx: Connection, beginning: str) -> list[tuple[Any, ...]]:
+    """Two runs at most whose ids begin so: a range of the primary key.
+
+    Ids are ASCII, so the last code point bounds every id with this prefix.
+    """
+    sql = "SELECT run_id FROM runs WHERE run_id >= ? AND run_id < ? LIMIT 2"
+    return _rows(tx, sql, (beginning, beginning + "\U0010ffff"))
 
 
 # -- runs ----------------------------------------------------------------------------------------------------
@@ -598,6 +627,7 @@ def _driver(tx: Connection, run: Run) -> dict[str, Any] | None:
         "name": None if row is None else row.name,
         "pid": None if row is None else row.pid,
         "liveness": Liveness.DEAD.value if row is None else _liveness(row).value,
+        "stopped": row is not None and _stopped(row),
         "epoch": run.epoch,
         "leaseExpiresAt": run.driver_lease_expires_at,
     }
@@ -1007,12 +1037,16 @@ _EFFECT_COLUMNS = (
 )
 
 
-def _effect_rows(tx: Connection, run: Run, task_no: int | None = None) -> Iterator[tuple[Any, ...]]:
+def _effect_rows(
+    tx: Connection, run: Run, task_no: int | None = None, *, failed: bool = False
+) -> Iterator[tuple[Any, ...]]:
+    """Effects in compiled order; with `failed` only those of attempts that have ended without success."""
     first, last = _span(run) if task_no is None else (task_no, task_no)
+    outcomes = "AND a.outcome IN ('failed', 'uncertain', 'cancelled') " if failed else ""
     # By the attempts' index of tasks, then by the effects' index of attempts: no scan over other runs' rows.
     yield from tx.execute(
         f"SELECT {_EFFECT_COLUMNS} FROM attempts a JOIN effects e ON e.attempt_id = a.attempt_id "  # noqa: S608
-        "WHERE a.task_no BETWEEN ? AND ? AND a.run_id = ? ORDER BY a.task_no, a.number, e.ordinal",
+        f"WHERE a.task_no BETWEEN ? AND ? AND a.run_id = ? {outcomes}ORDER BY a.task_no, a.number, e.ordinal",
         (first, last, run.run_id),
     )
 
@@ -1079,12 +1113,38 @@ def _task_no(tx: Connection, run: Run, task_id: str) -> int:
     sql = "SELECT task_no FROM tasks WHERE run_id = ? AND task_id = ?"
     known = tx.execute(sql, (run.run_id, task_id)).fetchone()
     if known is None:
-        raise NotFoundError(
-            f"{run.run_id} has no task {task_id!r}",
-            remedy=f"`agentctl inspect {run.run_id}` shows its tasks",
-            run_id=run.run_id,
-        )
+        raise _no_task(run, task_id)
     return int(known[0])
+
+
+def _no_task(run: Run, name: str) -> NotFoundError:
+    return NotFoundError(
+        f"{run.run_id} has no task {name!r}",
+        remedy=f"`agentctl inspect {run.run_id}` shows its tasks",
+        run_id=run.run_id,
+    )
+
+
+def _find_task(tx: Connection, run: Run, name: str) -> str:
+    """A declared task stands for those that were made of it (`each` for `each--0000-…`), also by its beginning."""
+    begins = "FROM tasks WHERE run_id = ? AND task_id >= ? AND task_id < ?"
+    among = (run.run_id, name, name + "\U0010ffff")
+    shortest = tx.execute(f"SELECT task_id {begins} ORDER BY length(task_id), task_no LIMIT 1", among).fetchone()
+    if shortest is None or not name:
+        raise _no_task(run, name)
+    found = str(shortest[0])
+    if found == name:
+        return found
+    other = tx.execute(
+        f"SELECT task_id {begins} AND task_id <> ? AND substr(task_id, 1, ?) <> ? ORDER BY task_no LIMIT 1",
+        (*among, found, len(found) + 2, f"{found}--"),
+    ).fetchone()
+    if other is not None:
+        raise UsageError(
+            f"{name!r} is the beginning of several tasks of {run.run_id}, {found} and {other[0]} among them",
+            remedy=f"give more of it; `agentctl inspect {run.run_id}` shows its tasks",
+        )
+    return found
 
 
 def _find(tx: Connection, table: str, column: str, name: str, what: str, remedy: str) -> str:
@@ -1250,9 +1310,10 @@ def _stream_events(
 # -- logs and workers ----------------------------------------------------------------------------------------
 
 
-def _logs(tx: Connection, run: Run, task_id: str | None) -> Iterator[dict[str, Any]]:
+def _logs(tx: Connection, run: Run, task_id: str | None, *, failed: bool) -> Iterator[dict[str, Any]]:
     task_no = None if task_id is None else _task_no(tx, run, task_id)
-    for row in _effect_rows(tx, run, task_no):
+    concluded = {said["effectId"]: said["status"] for said in _reconciliations(tx, "run_id", run.run_id)}
+    for row in _effect_rows(tx, run, task_no, failed=failed):
         _check_version(f"effect {row[0]}", row[1], EFFECT_FORMAT_VERSION, run.run_id)
         if row[6] != "process_execution":
             continue
@@ -1273,6 +1334,7 @@ def _logs(tx: Connection, run: Run, task_id: str | None) -> Iterator[dict[str, A
             "stderr": None,
             "truncated": False,
             "error": None if not isinstance(error, dict) else {k: error.get(k) for k in ("code", "message")},
+            "reconciliation": concluded.get(row[0]),
         }
         details = error.get("details") if isinstance(error, dict) else None
         for source in (result, details):
@@ -1290,9 +1352,10 @@ def _logs(tx: Connection, run: Run, task_id: str | None) -> Iterator[dict[str, A
         yield entry
 
 
-def _conversation(tx: Connection, run: Run, task_id: str | None) -> Iterator[dict[str, Any]]:
+def _conversation(tx: Connection, run: Run, task_id: str | None, *, failed: bool) -> Iterator[dict[str, Any]]:
     task_no = None if task_id is None else _task_no(tx, run, task_id)
-    for row in _effect_rows(tx, run, task_no):
+    concluded = {said["effectId"]: said["status"] for said in _reconciliations(tx, "run_id", run.run_id)}
+    for row in _effect_rows(tx, run, task_no, failed=failed):
         _check_version(f"effect {row[0]}", row[1], EFFECT_FORMAT_VERSION, run.run_id)
         tool = row[5].removeprefix(PREFIX) if row[5].startswith(PREFIX) else None
         if row[6] != "model" and tool is None:
@@ -1318,6 +1381,7 @@ def _conversation(tx: Connection, run: Run, task_id: str | None) -> Iterator[dic
             "input": _value(row[11]) if tool is not None else None,
             "output": result if tool is not None else None,
             "error": None if not isinstance(error, dict) else {k: error.get(k) for k in ("code", "message")},
+            "reconciliation": concluded.get(row[0]),
         }
 
 

@@ -217,6 +217,24 @@ def test_an_unchanged_write_is_an_effect_of_a_compensation(field: Field, undo: U
     assert (field.folder / "out" / "f").read_text() == "old"
 
 
+def test_a_task_that_found_all_as_it_should_be_says_why_nothing_of_it_is_undone(field: Field, undo: Undo) -> None:
+    """Run twice: the second run has written nothing, and an inverse of it would take back what the first one did."""
+    task = {
+        "id": "a",
+        "uses": "action:write",
+        "with": {"path": "out/f", "content": "new"},
+        "compensate": {"uses": "action:write", "with": {"path": "out/f", "content": "old"}},
+    }
+    first, second = (undo.failed([task, undo.end("a")]) for _ in range(2))
+    assert field.json("compensate", first, "--plan").data["warnings"] == []
+    why = "a has changed nothing, since all was there already: nothing of it is undone"
+    assert field.json("compensate", second, "--plan").data["warnings"] == [why]
+    for more in (["--plan"], []):
+        told = field("compensate", second, *more)
+        assert (told.code, why in told.out) == (0, True)
+    assert (field.folder / "out" / "f").read_text() == "new"
+
+
 def test_an_inverse_whose_artifact_cannot_be_examined_is_done_once(field: Field, undo: Undo) -> None:
     """It has succeeded, whatever became of its receipt: neither its retry nor another compensation does it again."""
     task = undo.task("a")

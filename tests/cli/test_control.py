@@ -231,6 +231,9 @@ def test_an_applied_effect_gives_its_result_to_the_same_attempt(field: Field) ->
     assert result.data["evidence"] == {"kind": "operator_statement", "statement": "looked"}
     assert result.data["authorization"]["kind"] == "policy_allow"
     assert field.json("effects", "list", "--uncertain").data["effects"] == []
+    assert "==> a, attempt 1: uncertain, reconciled as applied <==" in field("logs", run_id).out
+    [entry] = field.json("logs", run_id).data["attempts"]
+    assert (entry["status"], entry["reconciliation"]) == ("uncertain", "applied")
     outcome = field.json("resume", run_id)
     assert (outcome.code, outcome.data["output"]) == (0, {"b": {"got": {"exitCode": 0, "stdout": "by hand"}}})
     assert field.labels() == ["a"], "it was not sent again"
@@ -409,6 +412,29 @@ def test_an_effect_that_hangs_in_a_worker_without_a_supervisor(field: Field) -> 
     wait_until(lambda: not os.path.exists(f"/proc/{pids['worker']}"), "it is gone", seconds=20)
     assert said(field, effect, "--status", "not-applied").code == 0
     assert field("cancel", run_id).code == 0
+
+
+def test_a_driver_that_was_stopped_is_not_just_alive(field: Field) -> None:
+    """Ctrl-Z in the shell of a foreground run: whoever looks why nothing goes on has to be told."""
+    started = field.start("run", field.workflow("slow", [field.tick_task("a", field.may_end, idempotent=True)]))
+    wait_until(lambda: field.labels() == ["a"], "it works")
+    alive = field.json("status", "@latest").data
+    assert (alive["driver"]["liveness"], alive["driver"]["stopped"]) == ("alive", False)
+    assert "Ctrl-Z" not in field("status", "@latest").out + field("runs", "list").out + field("doctor").out
+    started.signal(signal.SIGSTOP)
+    wait_until(lambda: field.json("status", "@latest").data["driver"]["stopped"], "the driver is stopped")
+    again = f"kill -CONT {started.pid}"
+    assert again in field("status", "@latest").out
+    assert "driver is stopped" in field("runs", "list").out
+    [check] = [item for item in field.json("doctor").data["checks"] if item["id"] == "processes"]
+    assert (check["status"], again in check["remedy"]) == ("warn", True)
+    waited = field("wait", "@latest", "--timeout-seconds", "0")
+    assert (waited.code, again in waited.err) == (4, True)
+    field.may_end.touch()
+    started.signal(signal.SIGCONT)
+    assert started.wait().code == 0
+    assert "Ctrl-Z" not in field("status", "@latest").out + field("doctor").out
+    field.check_clean_end()
 
 
 # -- budgets -----------------------------------------------------------------------------------------------------

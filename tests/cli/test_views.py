@@ -376,6 +376,20 @@ def test_runs_are_found_by_prefix_and_latest(world: World) -> None:
             world.views.find_run(absent)
 
 
+def test_runs_are_found_without_the_word_that_their_ids_begin_with(world: World) -> None:
+    made = [f"{word}-01a2-{index}" for index, word in enumerate(("run", "fork", "replay", "repair", "retry"))]
+    for run_id in [*made, "compensation-01b3-9"]:
+        world.run(run_id, {"a": {}})
+    for run_id in made:
+        assert world.views.find_run(run_id.partition("-")[2]) == run_id
+    assert world.views.find_run("01b3") == "compensation-01b3-9"
+    with pytest.raises(UsageError, match="run-01a2-0 and fork-01a2-1 among them"):
+        world.views.find_run("01a2")
+    for absent in ("1a2-0", "01a", "01c4", "-01a2-0"):
+        with pytest.raises(NotFoundError):
+            world.views.find_run(absent)
+
+
 FUTURE = {
     "runs.runtime_state_version": ("UPDATE runs SET runtime_state_version = 99", ("status", "inspect", "logs")),
     "runs.plan_format_version": ("UPDATE runs SET plan_format_version = 99", ("status", "inspect", "outcome")),

@@ -398,6 +398,60 @@ def test_logs_of_an_aggregate_show_the_way_to_its_tasks(cli: Any) -> None:
     assert "1 here" in cli(*command.split()[1:]).out
 
 
+def of_three(field: Field) -> str:
+    """A run with a fan-out whose second item fails at its first attempt only, whose third always does, and a task."""
+    script = 'echo "out of $1"; test "$1" = good || { test "$1" = late && test -e late; } || { : > "$1"; exit 3; }'
+    each = {
+        "id": "each",
+        "uses": "action:sh",
+        "failure": "continue",
+        "retry": {"maxAttempts": 2, "backoffMs": 1},
+        "foreach": {"items": ["good", "late", "bad"]},
+        "with": {"args": ["-c", script, "sh", "${{ vars.item }}"]},
+    }
+    last = {"id": "last", "uses": "action:sh", "needs": ["each"], "with": {"args": ["-c", "echo the last"]}}
+    actions = {"sh": {"kind": "builtin.shell.exec", "command": "sh"}}
+    file = field.workflow("w", [each, last], actions=actions, policy={"approval": "never", "processAllowlist": ["sh"]})
+    result = field.json("run", file)
+    assert result.code == 4, result.err
+    return str(result.data["runId"])
+
+
+def test_logs_of_what_failed_leave_out_the_rest(field: Field) -> None:
+    run_id = of_three(field)
+    said = [entry["stdout"] for entry in field.json("logs", run_id, "--failed").data["attempts"]]
+    assert said == ["out of late\n", "out of bad\n", "out of bad\n"]
+    shown = field("logs", run_id, "--failed").out
+    assert (shown.count("==> "), shown.count("exit 3"), "good" in shown) == (3, 3, False)
+    assert field.json("logs", run_id, "last", "--failed").data["attempts"] == []
+    assert "no output of a failure is recorded" in field("logs", run_id, "last", "--failed").out
+    [*commands] = [line.strip() for line in field("logs", run_id, "each", "--failed").out.splitlines()[1:]]
+    assert [command.endswith("--failed") for command in commands] == [True] * 3
+
+
+def test_a_task_is_named_by_the_beginning_of_its_id(field: Field) -> None:
+    """A declared task stands for those that were made of it."""
+    run_id = of_three(field)
+    good, late, _ = [entry for entry in field.json("logs", run_id).data["attempts"] if entry["attempt"] == 1][:3]
+    for beginning in (good["taskId"], good["taskId"][:11], "each--0000"):
+        found = field.json("logs", run_id, beginning).data
+        assert (found["taskId"], [e["stdout"] for e in found["attempts"]]) == (good["taskId"], ["out of good\n"])
+    assert field.json("logs", run_id, "e").data["taskId"] == "each"
+    assert field.json("effects", "list", run_id, "--task", "la").data["taskId"] == "last"
+    assert field.json("artifacts", "list", "--run", run_id, "--task", "la").data["taskId"] == "last"
+    several = field.json("logs", run_id, "each--")
+    assert (several.code, several.error["code"]) == (2, "usage")
+    assert good["taskId"] in several.error["message"]
+    assert late["taskId"] in several.error["message"]
+    for verb in (
+        ("logs", run_id),
+        ("effects", "list", run_id, "--task"),
+        ("artifacts", "list", "--run", run_id, "--task"),
+    ):
+        for absent in ("", "each--0003", "%", "lastly"):
+            assert field.json(*verb, absent).error["code"] == "not_found"
+
+
 # -- what is too long, or too odd, to be shown as it is ----------------------------------------------------------------
 
 

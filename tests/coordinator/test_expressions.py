@@ -215,6 +215,58 @@ def test_a_missing_path_in_a_condition_is_an_error() -> None:
         compile_condition("inputs.gone")(SCOPE)
 
 
+@pytest.mark.parametrize(
+    ("text", "instead"),
+    [
+        ("inputs.n > 1 and inputs.s == 2", "for `and` put one on each of two tasks"),
+        ("inputs.a || inputs.b", "for `or` take a router"),
+        ("inputs.names[0]", "take a foreach"),
+        ("inputs.names | length", "no functions"),
+        ("len(inputs.names)", "no functions"),
+        ("item.n", "write vars.item.n"),
+        ("matrix.os", "write vars.matrix.os"),
+        ("loopIndex < 3", "write vars.loopIndex"),
+        ("loop.output.x", "vars.loopPrevious"),
+        ("env.HOME", "as a secret"),
+        ("tasks.a.stdout", "write tasks.a.output.stdout"),
+        ("steps.a.outputs.x.y", "write tasks.a.output.x.y"),
+        ("tasks.a", "write tasks.a.output"),
+        ("inputs.größe", "names in a path"),
+        ("tasks.a.output.größe", "names in a path"),
+    ],
+)
+def test_what_is_no_path_here_is_answered_with_what_to_write(text: str, instead: str) -> None:
+    with pytest.raises(TemplateError) as caught:
+        compile_value(f"${{{{ {text} }}}}")
+    assert instead in str(caught.value.help)
+
+
+def test_what_no_advice_fits_gets_none() -> None:
+    for text in ("a", "one two", "inputs", "inputs.a b"):
+        with pytest.raises(TemplateError) as caught:
+            compile_value(f"${{{{ {text} }}}}")
+        assert caught.value.help is None
+
+
+def test_a_missing_path_tells_what_there_is() -> None:
+    """The names only: values may be large, or nobody's business."""
+    output = {"output": {"title": "x"}, "status": "ok", "text": "secret", "list": [1], "none": None, "empty": {}}
+    scope = Scope(tasks={"a": output}, inputs={"many": {f"k{index:02}": 0 for index in range(20)}})
+    told = {
+        "tasks.a.output.title": "tasks.a.output has empty, list, none, output, status, text",
+        "tasks.a.output.output.text": "tasks.a.output.output has title",
+        "tasks.a.output.text.x": "tasks.a.output.text is text",
+        "tasks.a.output.list.0": "tasks.a.output.list is a list",
+        "tasks.a.output.none.x": "tasks.a.output.none is null",
+        "tasks.a.output.empty.x": "tasks.a.output.empty is empty",
+        "inputs.many.x": "inputs.many has k00, k01, k02, k03, k04, k05, k06, k07, k08, k09, k10, k11 and 8 more",
+    }
+    for path, what in told.items():
+        with pytest.raises(TemplateError) as caught:
+            compile_value(f"${{{{ {path} }}}}")(scope)
+        assert caught.value.message == f"{path} does not exist: {what}"
+
+
 def test_data_variables_are_not_rendered() -> None:
     variables = {"item": "${{ inputs.a }}", "x": "${{ inputs.a }}"}
     assert compile_vars(variables)(SCOPE) == {"item": 1, "x": 1}

@@ -600,3 +600,20 @@ def test_a_template_without_quotes_in_braces_is_told_to_be_quoted(load: Callable
     spec = "  tasks:\n    - {id: a, uses: action:set, foreach: {items: $§{{ inputs.x }}}}\n"
     found, _, _ = first_finding(load, HEAD + ACTIONS + spec)
     assert (found.code, "stands in quotes" in (found.help or "")) == ("yaml_syntax", True)
+
+
+@pytest.mark.parametrize(
+    ("tasks", "instead"),
+    [
+        ("[{id: a, uses: action:set, with: {x: §'${{ item.n }}'}}]", "write vars.item.n"),
+        ("[{id: a, uses: action:set, when: §'inputs.a and inputs.b'}]", "one on each of two tasks"),
+        ("[{id: a, uses: action:set, foreach: {items: §'${{ inputs.xs[0] }}'}}]", "take a foreach"),
+        (
+            "[{id: b, uses: action:set}, {id: a, uses: action:set, needs: [b], foreach: {items: §'${{ tasks.b.output }}'}}]",
+            "take the items from an input or a variable",
+        ),
+    ],
+)
+def test_the_advice_about_a_template_fits_it(load: Callable[[str], Any], tasks: str, instead: str) -> None:
+    finding, _, _ = first_finding(load, HEAD + ACTIONS + f"  tasks: {tasks}\n")
+    assert instead in str(finding.help)

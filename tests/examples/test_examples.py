@@ -444,8 +444,8 @@ def _operational(field: Field, run: Callable[..., Any]) -> None:
     with _peer(field, "mcp_peer.py", name, 8765):
         assert run() == {"words": 6, "rounds": 2}
         state = field.folder / "build/operation/state.txt"
-        failed = field.json("run", name, "--input", "mode=failure", "--input", "text=two words")
-        assert (failed.code, state.read_text()) == (4, "open, 2 words")
+        failed = field.json("run", name, "--input", "mode=failure")
+        assert (failed.code, state.read_text()) == (4, "open for failure, 6 words")
         tasks = {task["taskId"]: task["state"] for task in field.json("inspect", "@latest").data["tasks"]}
         assert (tasks["refuse"], tasks["wait"], tasks["done"]) == ("failed", "cancelled", "cancelled")
         waiting = field.start("run", name, "--input", "mode=cancel", "--output", "json")
@@ -454,7 +454,7 @@ def _operational(field: Field, run: Callable[..., Any]) -> None:
         waiting.signal(signal.SIGTERM)
         cancelled = waiting.wait()
         assert (cancelled.code, cancelled.data["state"]) == (130, "cancelled")
-        assert state.read_text() == "open, 6 words"
+        assert state.read_text() == "open for cancel, 6 words"
         # The row says `started` an instant before the request leaves: whoever cancels in between has sent nothing.
         [effect] = field.rows("SELECT status, dispatches FROM effects WHERE operation = 'slow'")
         assert effect in {("uncertain", 1), ("cancelled", 0)}

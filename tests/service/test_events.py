@@ -6,10 +6,12 @@ import json
 import random
 import signal
 from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
 import pytest
+from agentctl.store.backup import backup, restore
 from agentctl.store.engine import Store
 from agentctl.store.errors import UsageError
 from agentctl.store.records import Event
@@ -18,7 +20,7 @@ from support.builders import new_run, open_store
 from support.children import wait_until
 from support.clock import ManualClock
 from support.field import Field, Started
-from support.rows import scalar
+from support.rows import rows, scalar
 
 
 def lines(process: Started) -> list[dict[str, Any]]:
@@ -307,3 +309,49 @@ def test_numbers_are_not_used_again(store: Store) -> None:
         tx.execute("DELETE FROM runs WHERE run_id = 'a'")
     store.create_run(new_run("b", tasks=1))
     assert {run for run, _ in rest(Trail(store.database, trail.cursor()))} == {"b"}
+
+
+def test_who_began_with_what_was_new_goes_on_with_what_is_new(store: Store, clock: ManualClock) -> None:
+    """What was passed over at first is not told by the next follower instead."""
+    for name in ("ended", "open"):
+        store.create_run(new_run(name, tasks=1))
+        append(store, name, 2)
+    end(store, "ended")
+    trail = Trail(store.database, None)
+    assert rest(trail) == []
+    clock.advance(10)
+    append(store, "open")
+    last = scalar(store, "SELECT MAX(sequence) FROM audit_events WHERE run_id = 'open'")
+    assert rest(Trail(store.database, trail.cursor())) == [("open", last)]
+
+
+def test_a_cursor_outlives_a_restored_backup(store: Store, clock: ManualClock, tmp_path: Path) -> None:
+    """Runs go on from an earlier event there, and new ones get numbers that others had: all that is new is told."""
+    for name in ("open", "ended"):
+        store.create_run(new_run(name, tasks=1))
+    end(store, "ended")
+    backup(store, tmp_path / "copy")
+    append(store, "open", 5)
+    store.create_run(new_run("lost", tasks=1))
+    append(store, "lost", 5)
+    trail = Trail(store.database, Cursor())
+    rest(trail)
+    cursor = trail.cursor()
+    restore(tmp_path / "copy", tmp_path / "restored.db", clock)
+    with closing(Store(tmp_path / "restored.db", clock)) as restored:
+        known = scalar(restored, "SELECT COUNT(*) FROM audit_events")
+        for more in (1, 9):  # fewer events than were read of the run that is lost, and more
+            clock.advance(10)
+            append(restored, "open", more)
+            if more == 1:
+                restored.create_run(new_run("new", tasks=1))
+            new = everything_after(restored, known)
+            assert {run for run, _ in new} == {"open", "new"}
+            assert rest(Trail(restored.database, cursor)) == new
+
+
+def everything_after(store: Store, known: int) -> list[tuple[str, int]]:
+    """What was appended since there were so many events of the runs that a backup holds, by run."""
+    found = rows(store, "SELECT run_id, sequence FROM audit_events ORDER BY event_no")
+    old = rows(store, "SELECT run_id, sequence FROM audit_events ORDER BY created_at, event_no LIMIT ?", known)
+    return [event for event in found if event not in old]

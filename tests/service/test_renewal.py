@@ -115,6 +115,21 @@ def test_workers_stop_reaches_a_worker_alone(field: Field) -> None:
     assert worker.wait(20).code == 0
 
 
+@pytest.mark.parametrize("alone", [True, False], ids=["alone", "pool"])
+def test_a_worker_that_rests_drains_when_it_is_asked(field: Field, alone: bool) -> None:
+    """It is called; its next sign of life would be too late."""
+    patient = {"AGENTCTL_LEASE_SECONDS": "9000", "AGENTCTL_HEARTBEAT_SECONDS": "3000"}
+    command = ["worker", "start", "--name", "a"] if alone else ["workers", "start", "-n", "1", "--name", "p"]
+    process = field.start(*command, env=patient)
+    wait_until(lambda: bool(field.workers("idle")), "it is there")
+    [worker] = field.workers("idle")
+    assert field.json("workers", "drain", worker.name).data["requested"] is True
+    wait_until(lambda: not field.workers(), "it has ended")
+    if not alone:
+        process.signal(signal.SIGTERM)
+    assert process.wait(20).code == 0
+
+
 def test_drain_of_a_worker_alone_ends_it_for_good(field: Field) -> None:
     worker = field.start("worker", "start", "--name", "a", "--max-tasks", "1")
     wait_until(lambda: bool(field.workers("idle")), "it is there")

@@ -97,11 +97,18 @@ def test_kill_hits_exactly_that_process(sleeper: subprocess.Popen[bytes]) -> Non
 
 
 def test_a_stopped_process_is_alive(sleeper: subprocess.Popen[bytes]) -> None:
+    known = identity_of(sleeper.pid)
+    assert not identities.is_stopped(known.as_text())
     sleeper.send_signal(signal.SIGSTOP)
     os.waitid(os.P_PID, sleeper.pid, os.WSTOPPED | os.WNOWAIT)
-    assert identities.liveness(identity_of(sleeper.pid)) is Liveness.ALIVE
-    assert identities.kill(identity_of(sleeper.pid))
+    assert identities.liveness(known) is Liveness.ALIVE
+    assert identities.is_stopped(known.as_text())
+    recycled = replace(known, start_ticks=known.start_ticks + 1)
+    assert not identities.is_stopped(recycled.as_text())
+    assert not identities.is_stopped("no identity")
+    assert identities.kill(known)
     assert sleeper.wait(10) == -signal.SIGKILL
+    assert not identities.is_stopped(known.as_text())
 
 
 def test_a_process_whose_first_thread_ended_is_alive() -> None:
