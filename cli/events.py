@@ -120,7 +120,11 @@ def _lines(out: Printer, found: list[dict[str, Any]]) -> None:
 
 
 def _wait_for_change(store: Store, seen: tuple[int, int], at_most: float) -> tuple[int, int]:
-    """Sleep until somebody has committed, or for `at_most` seconds. Raises `BrokenPipeError` when nobody reads."""
+    """Sleep until somebody has committed, or for `at_most` seconds.
+
+    Raises `BrokenPipeError` when nobody reads, and `StoreGone`: a file that was moved away says nothing new for ever.
+    """
+    store.database.require_place()
     until = store.clock.monotonic() + at_most
     version = seen
     while version == seen and store.clock.monotonic() < until:

@@ -57,6 +57,7 @@ def write(settings: Settings, path: Path, every: float | None) -> None:
     stop = _stop_event() if every is not None else None
     with closing(open_store(settings)) as store:
         while True:
+            store.database.require_place()
             _replace(path, render(store.database, store.clock))
             if stop is None or every is None or stop.wait(every):
                 return

@@ -682,6 +682,7 @@ def _follow(settings: Settings, run_name: str, *, show: bool, timeout: float | N
                 version = views.data_version()
                 if version != seen or clock.monotonic() >= look_at:
                     seen, look_at = version, clock.monotonic() + LOOK_SECONDS
+                    store.database.require_place()
                     state = views.state(run_id)
                     told = _tell_problem(settings, views, run_id, told)
         finally:

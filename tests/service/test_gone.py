@@ -54,3 +54,26 @@ def test_a_worker_that_executes_finishes_and_ends(field: Field) -> None:
     result = pool.wait()
     assert result.code == 5, result.err
     assert "was removed" in result.err or "there is no database" in result.err
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("wait", "@latest"),
+        ("watch", "@latest"),
+        ("events", "@latest", "--follow", "--output", "json"),
+        ("events", "--follow", "--output", "json", "--after", "start"),
+        ("metrics", "write", "numbers", "--every", "1s"),
+    ],
+    ids=" ".join,
+)
+def test_who_follows_a_file_that_was_moved_away_ends(field: Field, words: tuple[str, ...]) -> None:
+    """A backup is restored in its place: whoever followed the old file would say nothing, or old numbers, for ever."""
+    field.submit(field.workflow("any", [field.tick_task("t", idempotent=True)]))
+    reader = field.start(*words)
+    numbers = field.folder / "numbers"
+    wait_until(lambda: bool(reader._out.read_text() or reader.err or numbers.exists()), "it has told what is there")
+    field.database.rename(field.database.with_name("moved.db"))
+    result = reader.wait()
+    assert result.code == 5, result.err
+    assert f"{field.database} was removed" in result.err
