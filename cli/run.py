@@ -899,13 +899,17 @@ def why_failed(views: Views, run_id: str, error: Any, limit: int) -> list[str]:
     if isinstance(error, dict) and error.get("message") and not of_a_task:
         lines.append(f"{error.get('code', 'error')}: {clean(error['message'])}")
     bound = views.bindings(run_id, [failure["taskId"] for failure in failures]) if failures else {}
-    for failure in failures:
-        fault = failure["error"] or {}
-        text = f"{fault.get('code', 'failed')}: {clean(fault.get('message', 'no reason was recorded'))}"
-        lines.append(f"task {of_item(failure['taskId'], bound)}: {text}")
+    lines += [f"task {failure_text(failure, bound)}" for failure in failures]
     if count > len(failures):
         lines.append(f"and {count - len(failures)} more failed tasks")
     return lines
+
+
+def failure_text(failure: dict[str, Any], bound: dict[str, dict[str, Any]]) -> str:
+    """One failed task, the item that it is for, and why it has failed."""
+    fault = failure["error"] or {}
+    why = f"{fault.get('code', 'failed')}: {clean(fault.get('message', 'no reason was recorded'))}"
+    return f"{of_item(failure['taskId'], bound)}: {why}"
 
 
 def _same_fault(one: Any, other: Any) -> bool:

@@ -25,7 +25,7 @@ from .render import (
     when,
     why_uncertain,
 )
-from .run import open_store, views_of, why_failed
+from .run import failure_text, open_store, views_of, why_failed
 
 if TYPE_CHECKING:
     from agentctl.store.views import Views
@@ -249,7 +249,9 @@ def inspect(settings: Settings, run_name: str) -> None:
 @click.command(cls=Verb)
 @click.argument("run_name", metavar="RUN")
 @click.argument("task_name", metavar="[TASK]", required=False)
-@click.option("--failed", is_flag=True, help="Only attempts that have ended without success.")
+@click.option(
+    "--failed", is_flag=True, help="Only attempts that have ended without success, and why tasks have failed."
+)
 @pass_settings
 def logs(settings: Settings, run_name: str, task_name: str | None, failed: bool) -> None:
     """What the commands of a run have printed, attempt by attempt, and what its models and tools have said; with TASK
@@ -265,26 +267,45 @@ def logs(settings: Settings, run_name: str, task_name: str | None, failed: bool)
         task_id = None if task_name is None else views.find_task(run_id, task_name)
         entries = views.logs(run_id, task_id, failed=failed)
         said = views.conversation(run_id, task_id, failed=failed)
+        below = [] if task_id is None or entries or said else views.below(run_id, task_id)
+        failures = _failures(views, run_id, {task_id, *below} if task_id is not None else None) if failed else []
         data = {"runId": run_id, "taskId": task_id, "attempts": entries, "conversation": said}
+        if failed:
+            data["failures"] = failures
+            below = [name for name in below if any(failure["taskId"] == name for failure in failures)]
 
         def human(out: Printer) -> None:
             _logs_for_people(out, entries)
             _conversation_for_people(out, said)
-            if entries or said:
-                return
-            below = [] if task_id is None else views.below(run_id, task_id)
-            if not below and failed:
-                out.line("no output of a failure is recorded: no attempt of a command or a model has failed")
-            elif not below:
-                out.line("no output is recorded: no command has ended")
-            else:
+            if below:
+                only = " --failed" if failed else ""
                 out.line(f"{clean(task_id)} has no output of its own; that of its {len(below)} tasks is shown by")
                 for name in below[:SHOWN_WAITING]:
-                    only = " --failed" if failed else ""
                     out.line(f"  {program(settings)} logs {run_id} {clean(name)}{only}")
                 _more(out, len(below) - SHOWN_WAITING)
+            elif not entries and not said:
+                out.line(
+                    "no task has failed" if failed and not failures else "no output is recorded: no command has ended"
+                )
+            if failures:
+                _failures_for_people(out, views, run_id, failures)
 
         Printer(settings).result("Logs", data, human)
+
+
+def _failures(views: Views, run_id: str, only: set[str] | None) -> list[dict[str, Any]]:
+    """The failed tasks with their reasons; many fail without an effect, or after one that has succeeded."""
+    found, _ = views.failures(run_id, limit=-1)
+    return [failure for failure in found if only is None or failure["taskId"] in only]
+
+
+def _failures_for_people(out: Printer, views: Views, run_id: str, failures: list[dict[str, Any]]) -> None:
+    shown = failures[:SHOWN_WAITING]
+    bound = views.bindings(run_id, [failure["taskId"] for failure in shown])
+    out.line(out.bold("==> failed tasks <=="))
+    for failure in shown:
+        out.line(failure_text(failure, bound))
+    _more(out, len(failures) - SHOWN_WAITING)
 
 
 def _logs_for_people(out: Printer, entries: list[dict[str, Any]]) -> None:

@@ -1071,6 +1071,13 @@ _MESSAGES = {
     "model_attributes_type": "must be a mapping",
 }
 
+_BOUNDS = {
+    "greater_than_equal": ("ge", "must be at least {}"),
+    "less_than_equal": ("le", "must be at most {}"),
+    "too_short": ("min_length", "must not be empty: it needs {} or more"),
+}
+"""Limits of numbers and lists: where the limit stands in a finding, and how it is told."""
+
 
 def _diagnostic(source: YamlDocument, error: ErrorDetails) -> Diagnostic:
     kind, context = error["type"], error.get("ctx") or {}
@@ -1099,9 +1106,12 @@ def _diagnostic(source: YamlDocument, error: ErrorDetails) -> Diagnostic:
         if kind == "string_type":
             help_text = _form(owners, name) or _quote_hint(value)
         elif kind != "missing" and isinstance(value, str):
-            help_text = _bare_hint(kind, value)
+            help_text = _bare_hint(kind, value, name)
             if owners[-1:] == [SecretReference] and path[:2] == ("spec", "actions"):
                 help_text = "here stand secrets: {env: NAME}; a plain text goes into `env` in the `with` of the task"
+    elif kind in _BOUNDS:
+        limit, told = _BOUNDS[kind]
+        message = f"{name} {told.format(context.get(limit))}"
     elif kind == "string_pattern_mismatch":
         message = f"{name} does not have the right form"
         help_text = _form(owners, name) or f"it must match {context.get('pattern')}"
@@ -1137,8 +1147,10 @@ def _quote_hint(value: Any) -> str | None:
     return None
 
 
-def _bare_hint(kind: str, text: str) -> str | None:
-    """What to write instead of a text where a number or a truth value stands."""
+def _bare_hint(kind: str, text: str, name: str) -> str | None:
+    """What to write instead of a text where a number, a truth value or a list stands."""
+    if kind == "list_type":
+        return f"write a list: {name}: [{text if re.fullmatch(r'[A-Za-z0-9_-]{1,64}', text) else '…'}]"
     if kind == "bool_type":
         return "remove the quotes" if text in ("true", "false") else "write true or false"
     if kind not in ("int_type", "float_type"):

@@ -419,14 +419,36 @@ def of_three(field: Field) -> str:
 
 def test_logs_of_what_failed_leave_out_the_rest(field: Field) -> None:
     run_id = of_three(field)
-    said = [entry["stdout"] for entry in field.json("logs", run_id, "--failed").data["attempts"]]
-    assert said == ["out of late\n", "out of bad\n", "out of bad\n"]
+    told = field.json("logs", run_id, "--failed").data
+    assert [entry["stdout"] for entry in told["attempts"]] == ["out of late\n", "out of bad\n", "out of bad\n"]
+    [bad] = told["failures"]
+    assert (bad["taskId"][:11], bad["attempt"], bad["error"]["code"]) == ("each--0002-", 2, "process_exit")
     shown = field("logs", run_id, "--failed").out
-    assert (shown.count("==> "), shown.count("exit 3"), "good" in shown) == (3, 3, False)
+    assert (shown.count("==> each--"), shown.count(": exit 3 <=="), "good" in shown) == (3, 3, False)
+    assert f"==> failed tasks <==\n{bad['taskId']} (item=bad): process_exit: 'sh' exited with 3\n" in shown
     assert field.json("logs", run_id, "last", "--failed").data["attempts"] == []
-    assert "no output of a failure is recorded" in field("logs", run_id, "last", "--failed").out
-    [*commands] = [line.strip() for line in field("logs", run_id, "each", "--failed").out.splitlines()[1:]]
-    assert [command.endswith("--failed") for command in commands] == [True] * 3
+    assert field("logs", run_id, "last", "--failed").out == "no task has failed\n"
+    of_all = field("logs", run_id, "each", "--failed").out
+    [command] = [line.strip() for line in of_all.splitlines() if line.startswith("  ")]
+    assert command.endswith(f"{bad['taskId']} --failed")
+    assert "failures" not in field.json("logs", run_id).data
+
+
+def test_logs_of_what_failed_tell_of_what_has_no_output(field: Field) -> None:
+    """A task may fail without an effect, or after one that has succeeded."""
+    actions = {
+        "sh": {"kind": "builtin.shell.exec", "command": "true", "artifacts": ["out/absent"]},
+        "say": {"kind": "builtin.assign"},
+    }
+    a = {"id": "a", "uses": "action:sh", "failure": "continue"}
+    b = {"id": "b", "uses": "action:say", "with": {"x": "${{ inputs.map.no }}"}, "failure": "continue"}
+    policy = {"approval": "never", "processAllowlist": ["true"], "writableRoots": ["out"]}
+    file = field.workflow("w", [a, b], actions=actions, policy=policy, inputs={"map": {"yes": 1}})
+    assert field.json("run", file).code == 4
+    shown = field("logs", "@latest", "--failed").out
+    assert "\na: artifact_missing: " in shown
+    assert "\nb: template_error: inputs.map.no does not exist: inputs.map has yes\n" in shown
+    assert field("logs", "@latest", "b", "--failed").out.startswith("no output is recorded")
 
 
 def test_a_task_is_named_by_the_beginning_of_its_id(field: Field) -> None:

@@ -617,3 +617,24 @@ def test_a_template_without_quotes_in_braces_is_told_to_be_quoted(load: Callable
 def test_the_advice_about_a_template_fits_it(load: Callable[[str], Any], tasks: str, instead: str) -> None:
     finding, _, _ = first_finding(load, HEAD + ACTIONS + f"  tasks: {tasks}\n")
     assert instead in str(finding.help)
+
+
+@pytest.mark.parametrize(
+    ("tasks", "message", "instead"),
+    [
+        ("§[]", "tasks must not be empty: it needs 1 or more", None),
+        ("[{id: a, uses: action:set, retry: {maxAttempts: §0}}]", "maxAttempts must be at least 1", None),
+        (
+            "[{id: a, uses: action:set, foreach: {items: [], maxItems: §1000000}}]",
+            "maxItems must be at most 100000",
+            None,
+        ),
+        ("[{id: b, uses: action:set}, {id: a, uses: action:set, needs: §b}]", "needs must be a list", "needs: [b]"),
+    ],
+)
+def test_a_limit_and_a_list_are_told_in_words(
+    load: Callable[[str], Any], tasks: str, message: str, instead: str | None
+) -> None:
+    finding, _, _ = first_finding(load, HEAD + ACTIONS + f"  tasks: {tasks}\n")
+    assert finding.message == message
+    assert (instead or "") in str(finding.help)
