@@ -33,15 +33,24 @@ def fork_warnings(store: Store, source: Run, plan: Plan) -> list[str]:
 
 
 def fork_plan(store: Store, views: Views, source: Run, plan: Plan, base: Path, *, interactive: bool) -> dict[str, Any]:
-    """ForkPlan: everything is executed; `repeatedEffects` are those of the source that are not safe to do twice."""
+    """ForkPlan: everything is executed; `repeatedEffects` are those of the source that are not safe to do twice.
+
+    Each with its `status`, and, where a person has concluded something about it, the `reconciliation`. What never
+    happened by such a conclusion is not done a second time.
+    """
     from agentctl.coordinator.fresh_work import fresh_work
 
     repeated = []
-    for effect in views.effects(source.run_id, None)["effects"]:
+    recorded = views.effects(source.run_id, None)
+    concluded = {item["effectId"]: item["status"] for item in recorded["reconciliations"]}  # the latest comes last
+    for effect in recorded["effects"]:
         asked = effect["request"]
         sent = effect["status"] in ("started", "succeeded", "uncertain")
         if sent and asked["effectClass"] not in HARMLESS and asked["idempotency"] not in REPEATABLE_IDEMPOTENCY:
-            repeated.append({"effectId": asked["id"], "taskId": asked["taskId"], "status": effect["status"]})
+            said = concluded.get(asked["id"])
+            if said != "not_applied":
+                about = {"effectId": asked["id"], "taskId": asked["taskId"], "status": effect["status"]}
+                repeated.append(about if said is None else {**about, "reconciliation": said})
     return {
         "apiVersion": "agentctl.dev/fork-plan/v1",
         "sourceRunId": source.run_id,
@@ -65,9 +74,14 @@ def show_fork(out: Printer, data: dict[str, Any]) -> None:
     if data["repeatedEffects"]:
         number = counted(len(data["repeatedEffects"]), "effect")
         out.line(f"{out.paint('warning', 'yellow')}: {number} of {data['sourceRunId']} will be done once more:")
-        show_list(out, "", [f"{item['taskId']} ({item['status']})" for item in data["repeatedEffects"]])
+        show_list(out, "", [f"{item['taskId']} ({_known_of(item)})" for item in data["repeatedEffects"]])
     for text in data["warnings"]:
         out.line(f"{out.paint('warning', 'yellow')}: {clean(text)}")
+
+
+def _known_of(item: dict[str, Any]) -> str:
+    said = item.get("reconciliation")
+    return str(item["status"]) if said is None else f"{item['status']}, reconciled as {said}"
 
 
 # -- replay ------------------------------------------------------------------------------------------------------------

@@ -23,7 +23,7 @@ from agentctl.store.engine import Store
 from agentctl.store.errors import CorruptStore, EnvironmentFault
 from agentctl.store.faults import Faults
 from agentctl.store.gate import yield_gently
-from agentctl.store.long_lived import rarely_collect
+from agentctl.store.long_lived import keep_what_is_loaded
 from agentctl.store.process_identity import ProcessIdentity
 from agentctl.store.records import Run
 from agentctl.store.recycling import NO_LIMITS, Limits
@@ -350,7 +350,7 @@ class _Pool:
 
         signalled = 0
         next_look = 0.0
-        rarely_collect()
+        keep_what_is_loaded()
         try:
             while True:
                 self._watchdog.beat()

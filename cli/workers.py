@@ -116,7 +116,12 @@ def workers() -> None:
 
 @workers.command("start")
 @click.option("-n", "--count", type=click.IntRange(1, 1024), metavar="N", help="How many workers; else one per core.")
-@click.option("--name", type=Name(), metavar="NAME", help="Name of the pool; its workers are NAME-1, NAME-2, ...")
+@click.option(
+    "--name",
+    type=Name(),
+    metavar="NAME",
+    help="Name of the pool; its workers are NAME-1, NAME-2, ..., a single one NAME.",
+)
 @click.option("--no-coordinator", is_flag=True, help="Only workers: another process drives the runs.")
 @_care_options
 @_log_options

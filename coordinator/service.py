@@ -16,7 +16,7 @@ from agentctl.store.engine import Store, own_rss
 from agentctl.store.errors import AgentctlError
 from agentctl.store.faults import Faults
 from agentctl.store.gate import yield_gently
-from agentctl.store.long_lived import rarely_collect
+from agentctl.store.long_lived import keep_what_is_loaded
 from agentctl.store.records import ProcessRow
 from agentctl.store.service_manager import DRAIN_SIGNAL, ServiceManager, Watchdog
 from agentctl.store.timing import Timing
@@ -130,7 +130,7 @@ def serve(config: CoordinatorConfig, parent_sentinel: int | None, manager: Servi
     end = _End(config, store, clock, stop)
     next_prune = clock.monotonic()
     watched = [stop.descriptor] + ([parent_sentinel] if parent_sentinel is not None else [])
-    rarely_collect()
+    keep_what_is_loaded()
     manager.ready("drives runs")
     try:
         while not end.has_come() and not coordinator.drain_requested:

@@ -5,12 +5,15 @@ from __future__ import annotations
 import gc
 
 
-def rarely_collect() -> None:
-    """Let the collector of cycles forget what is loaded by now, and look seldom.
-
-    What was loaded stays, and neither an attempt nor a look makes many cycles: looking for them after every few
-    allocations cost a twentieth of a worker's time, and a process that rests would fetch all of its memory for it.
-    """
+def keep_what_is_loaded() -> None:
+    """Let the collector of cycles pass over what is loaded by now, since it stays: a process that rests would fetch all
+    of its memory for it."""
     gc.collect()
     gc.freeze()
+
+
+def rarely_collect() -> None:
+    """The same, and let it look seldom: an attempt makes hardly any cycles, and looking for them after every few
+    allocations cost a twentieth of a worker's time. Not for a coordinator: a run that has ended is a large cycle."""
+    keep_what_is_loaded()
     gc.set_threshold(20_000, 20, 50)

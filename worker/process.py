@@ -329,6 +329,8 @@ class Worker:
             if ending.pause is not None:
                 log.warning("%s pauses: %s", claim.run_id, ending.pause)
             self._store.release(claim, effect=ending.effect, reason=ending.release or "released", pause=ending.pause)
+            if ending.pause is None:
+                self._store.wake_workers(claim.run_id)  # all of them: who rests looks seldom, and one may be stopped
             return None
         if ending.attempt.outcome == "succeeded":
             self._watch.done += 1
@@ -364,7 +366,7 @@ class Worker:
             self._store.release(following.claim, effect=effect, reason="drain")
         except LeaseLost:
             return
-        self._store.wake_workers(following.claim.run_id, 1)
+        self._store.wake_workers(following.claim.run_id)
 
     # -- being idle ------------------------------------------------------------------------------------------------
 

@@ -41,6 +41,35 @@ def test_the_plan_of_a_fork(place: Place, undo: Undo) -> None:
     assert undo.notes() in (["a", "b"], ["b", "a"])
 
 
+@pytest.mark.parametrize(
+    ("concluded", "options", "told"),
+    [
+        pytest.param("applied", ("--result-file", "result.json"), "t (uncertain, reconciled as applied)", id="it has happened"),
+        pytest.param("not_applied", (), None, id="it has not"),
+    ],
+)
+def test_the_plan_of_a_fork_knows_what_a_person_has_concluded(
+    place: Place, concluded: str, options: tuple[str, ...], told: str | None
+) -> None:
+    slow = {"id": "t", "uses": "action:slow", "timeoutSeconds": 1, "with": {"args": ["60"]}}
+    actions = {"slow": {"kind": "builtin.shell.exec", "command": "sleep", "idempotency": "at_most_once"}}
+    source = place.submit(place.workflow("slow", [slow], actions=actions, programs=["sleep"]))
+    assert place.json("resume", source).code == 3
+    [[effect]] = place.rows("SELECT effect_id FROM effects")
+    known = {"effectId": effect, "taskId": "t", "status": "uncertain"}
+    assert place.json("fork", source, "--plan").data["repeatedEffects"] == [known]
+    reason = ("--reason", "seen", "--approved")
+    place.text("result.json", "{}")
+    assert place.json("effects", "reconcile", effect, "--status", concluded, *reason, *options).code == 0
+    assert place.json("cancel", source).code == 0
+    repeated = place.json("fork", source, "--plan").data["repeatedEffects"]
+    assert repeated == ([] if told is None else [{**known, "reconciliation": concluded}])
+    shown = place("fork", source, "--plan").out
+    assert ("done once more" in shown) == (told is not None)
+    if told is not None:
+        assert told in shown
+
+
 def test_the_plan_of_a_replay(place: Place, undo: Undo) -> None:
     source = undo.failed([undo.task("a"), undo.end("a")])
     before = content(place)
