@@ -281,7 +281,7 @@ class Coordinator:
             raise
         self.drivers[run.run_id] = driver
         self._seen = None
-        # It has rested until now, and somebody who adopts runs may do so still.
+        # Whoever has rested until now has a lease to renew from here on.
         now = self._clock.monotonic()
         self._next_heartbeat = min(self._next_heartbeat, now + self._timing.heartbeat)
         self._next_look = min(self._next_look, now + LOOK_SECONDS)
@@ -296,22 +296,9 @@ class Coordinator:
         """One round: heartbeat, looks, and steps of all runs. Returns whether another round is due at once."""
         now = self._clock.monotonic()
         if now >= self._next_heartbeat:
-            self._next_heartbeat = now + self._timing.heartbeat
-            if self._rests():
-                # One waking for both: to wake up is what costs most of a rest.
-                self._next_heartbeat, self._next_look = now + self._timing.until_rest_ends(now), now
-            self.drain_requested |= self.store.driver_heartbeat(
-                self.process_id, lease_ms=self._timing.lease_ms, rss=own_rss()
-            )
+            self._beat(now)
         if self._is_called_to_a_run() or now >= self._next_look:
-            self._next_look = now + LOOK_SECONDS
-            self._rescuer.look()
-            if self._adopts and not self.drain_requested:
-                self._adopt()
-            if self._rests():
-                self._next_look = now + self._timing.until_rest_ends(now, parts=QUIET_LOOKS if self._adopts else 1)
-            if self._adopts and not self.drain_requested:
-                self._compensate_next(now)
+            self._look(now)
         self._up = self._up or self._in_flight() >= BREATHER_FROM
         if self._up:
             # Before the look: whoever finds it said has committed what the look before the next sleep will find.
@@ -354,6 +341,26 @@ class Coordinator:
         if self.on_change is not None:
             self.on_change()
         return again
+
+    def _beat(self, now: float) -> None:
+        self._next_heartbeat = now + self._timing.heartbeat
+        if self._rests():
+            # One waking for both: to wake up is what costs most of a rest.
+            self._next_heartbeat, self._next_look = now + self._timing.until_rest_ends(now), now
+        self.drain_requested |= self.store.driver_heartbeat(
+            self.process_id, lease_ms=self._timing.lease_ms, rss=own_rss()
+        )
+
+    def _look(self, now: float) -> None:
+        """Look for the dead, for runs that nobody drives, and for compensations that are due."""
+        self._next_look = now + LOOK_SECONDS
+        self._rescuer.look()
+        if self._adopts and not self.drain_requested:
+            self._adopt()
+        if self._rests():
+            self._next_look = now + self._timing.until_rest_ends(now, parts=QUIET_LOOKS if self._adopts else 1)
+        if self._adopts and not self.drain_requested:
+            self._compensate_next(now)  # which may set the next look to this very moment
 
     def _is_called_to_a_run(self) -> bool:
         """Whether somebody has called since the last round, and there is a run to adopt."""
