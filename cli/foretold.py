@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from agentctl.store.states import LEAVES_NO_TRACE, REPEATABLE_IDEMPOTENCY, TASK_FINAL
 
-from .render import Printer, clean, counted, counts_text, show_list
+from .render import Printer, clean, counted, counts_text, effect_status, show_list
 
 if TYPE_CHECKING:
     from agentctl.coordinator.plan import Plan
@@ -39,10 +39,11 @@ def fork_plan(store: Store, views: Views, source: Run, plan: Plan, base: Path, *
     happened by such a conclusion is not done a second time.
     """
     from agentctl.coordinator.fresh_work import fresh_work
+    from agentctl.store.views import concluded_of
 
     repeated = []
     recorded = views.effects(source.run_id, None)
-    concluded = {item["effectId"]: item["status"] for item in recorded["reconciliations"]}  # the latest comes last
+    concluded = concluded_of(recorded["reconciliations"])
     for effect in recorded["effects"]:
         asked = effect["request"]
         sent = effect["status"] in ("started", "succeeded", "uncertain")
@@ -74,14 +75,9 @@ def show_fork(out: Printer, data: dict[str, Any]) -> None:
     if data["repeatedEffects"]:
         number = counted(len(data["repeatedEffects"]), "effect")
         out.line(f"{out.paint('warning', 'yellow')}: {number} of {data['sourceRunId']} will be done once more:")
-        show_list(out, "", [f"{item['taskId']} ({_known_of(item)})" for item in data["repeatedEffects"]])
+        show_list(out, "", [f"{item['taskId']} ({effect_status(item)})" for item in data["repeatedEffects"]])
     for text in data["warnings"]:
         out.line(f"{out.paint('warning', 'yellow')}: {clean(text)}")
-
-
-def _known_of(item: dict[str, Any]) -> str:
-    said = item.get("reconciliation")
-    return str(item["status"]) if said is None else f"{item['status']}, reconciled as {said}"
 
 
 # -- replay ------------------------------------------------------------------------------------------------------------

@@ -324,6 +324,17 @@ def why_uncertain(effect: Mapping[str, Any]) -> str | None:
     return f"{clean(error.get('code', 'uncertain'))}: {clean(error['message'])}"
 
 
+def effect_status(effect: Mapping[str, Any]) -> str:
+    """What became of an effect, and what a person has concluded about it since (`reconciliation`)."""
+    said = effect.get("reconciliation")
+    return str(effect["status"]) if said is None else f"{effect['status']}, reconciled as {said}"
+
+
+def let_go_on(pid: int) -> str:
+    """How a process goes on that was stopped."""
+    return f"`fg` in its shell or `kill -CONT {pid}` lets it go on"
+
+
 def settle_step(effect: Mapping[str, Any]) -> str:
     """The next step for an uncertain effect of a status."""
     short, remote = effect["effectId"][:12], effect.get("remoteTaskId")

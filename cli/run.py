@@ -28,6 +28,7 @@ from .render import (
     duration,
     envelope,
     give_up_stdout,
+    let_go_on,
     of_item,
     progress_for,
     reader_is_gone,
@@ -708,7 +709,7 @@ def _warn_if_waiting_is_vain(settings: Settings, store: Store, views: Views, run
         warn(
             settings,
             f"{driver['kind']} {clean(driver['processId'])}, which drives this run, is stopped, as by Ctrl-Z; "
-            f"`fg` in its shell or `kill -CONT {driver['pid']}` lets it go on",
+            + let_go_on(driver["pid"]),
         )
     return told
 

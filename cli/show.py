@@ -16,8 +16,10 @@ from .render import (
     clean_output,
     counts_text,
     duration,
+    effect_status,
     ended,
     item_text,
+    let_go_on,
     of_item,
     program,
     settle_step,
@@ -197,7 +199,7 @@ def _driver(data: dict[str, Any]) -> str:
     who = f"{driver['kind'] or 'process'} {clean(driver['processId'])}"
     pid = f", pid {driver['pid']}" if driver["pid"] is not None else ""
     if driver["stopped"]:
-        on = f"`fg` in its shell or `kill -CONT {driver['pid']}` lets it go on"
+        on = let_go_on(driver["pid"])
         return f"{who}{pid}, stopped, as by Ctrl-Z: {on}; `agentctl resume {data['runId']}` takes over from it"
     # A foreground `run` that was killed has nobody who takes over by himself.
     step = f"; `agentctl workers start` or `agentctl resume {data['runId']}` goes on with it"
@@ -310,7 +312,7 @@ def _failures_for_people(out: Printer, views: Views, run_id: str, failures: list
 
 def _logs_for_people(out: Printer, entries: list[dict[str, Any]]) -> None:
     for entry in entries:
-        how = _concluded(entry) if entry["exitCode"] is None else f"exit {entry['exitCode']}"
+        how = effect_status(entry) if entry["exitCode"] is None else f"exit {entry['exitCode']}"
         out.line(out.bold(f"==> {clean(entry['taskId'])}, attempt {entry['attempt']}: {how} <=="))
         for name in ("stdout", "stderr"):
             text = entry[name]
@@ -326,12 +328,6 @@ def _logs_for_people(out: Printer, entries: list[dict[str, Any]]) -> None:
             out.line(out.paint(f"{entry['error']['code']}: {clean(entry['error']['message'])}", "red"))
 
 
-def _concluded(entry: dict[str, Any]) -> str:
-    """What became of an effect; one that a person has answered for is no open question any more."""
-    said = entry["reconciliation"]
-    return str(entry["status"]) if said is None else f"{entry['status']}, reconciled as {said}"
-
-
 def _conversation_for_people(out: Printer, said: list[dict[str, Any]]) -> None:
     """Turns and tool calls, each under a head line of its attempt."""
     at = None
@@ -342,12 +338,12 @@ def _conversation_for_people(out: Printer, said: list[dict[str, Any]]) -> None:
             usage = step["usage"] or {}
             spent = f", {usage.get('inputTokens', 0)} tokens in, {usage.get('outputTokens', 0)} out" if usage else ""
             ended_by = f", {step['finishReason']}" if step["finishReason"] else ""
-            out.line(f"[{step['ordinal']}] {clean(step['provider'])}: {_concluded(step)}{ended_by}{spent}")
+            out.line(f"[{step['ordinal']}] {clean(step['provider'])}: {effect_status(step)}{ended_by}{spent}")
             if step["text"]:
                 out.line("\n".join("    " + clean(line) for line in step["text"].split("\n")))
         else:
             asked = (step["input"] or {}).get("input")
-            out.line(f"[{step['ordinal']}] {clean(step['tool'])}({_short(asked)}): {_concluded(step)}")
+            out.line(f"[{step['ordinal']}] {clean(step['tool'])}({_short(asked)}): {effect_status(step)}")
             if step["output"] is not None:
                 out.line("    " + _short(step["output"]))
         if step["error"] is not None:

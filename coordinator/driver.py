@@ -45,7 +45,7 @@ A pool looks once: it adopts nothing, and sees the end of its own workers at onc
 POLL_SECONDS = 0.2
 """How long a driver with work in flight sleeps at most without a call: the net under lost wake-ups."""
 
-SETTLE_SECONDS = 0.003
+LATE_SYNC_SECONDS = 0.003
 """How long a commit for which workers were called may wait to be made durable by the first of them: by then it has made
 its own start so, and the driver is called before long or has nothing else to do."""
 
@@ -179,7 +179,7 @@ class RunDriver:
                 epoch=self.epoch,
                 revision=self._run.revision,
                 rate=self._pace.rate,
-                settles=True,
+                syncs_later=True,
             )
         except RunMoved:
             self._reload()
@@ -259,7 +259,7 @@ class Coordinator:
         """Become the driver of `run` as it was seen. False when somebody else was faster or it has ended."""
         if run.epoch == 0:
             # A processor and a process that have slept are slow: one of each wakes up while the run is taken and read.
-            self.store.announce(run.run_id)
+            self.store.announce_work(run.run_id)
         epoch = self.store.take_run(
             run.run_id,
             driver=self.process_id,
@@ -281,10 +281,8 @@ class Coordinator:
             raise
         self.drivers[run.run_id] = driver
         self._seen = None
-        # Whoever has rested until now has a lease to renew from here on.
-        now = self._clock.monotonic()
-        self._next_heartbeat = min(self._next_heartbeat, now + self._timing.heartbeat)
-        self._next_look = min(self._next_look, now + LOOK_SECONDS)
+        # Whoever has rested until now has workers to look after from here on. A rest is shorter than the lease.
+        self._next_look = min(self._next_look, self._clock.monotonic() + LOOK_SECONDS)
         if not self._adopts:
             self.store.call_coordinators()
         if epoch > 1 and self.store.has_ready(run.run_id):
@@ -446,10 +444,10 @@ class Coordinator:
         self._rescuer.sleep = seconds
         watched: list[int | socket.socket] = [self.listener, *extra]
         readable: list[int | socket.socket] = []
-        if self.store.unsettled:
-            readable, _, _ = select.select(watched, [], [], min(seconds, SETTLE_SECONDS))
+        if self.store.unsynced:
+            readable, _, _ = select.select(watched, [], [], min(seconds, LATE_SYNC_SECONDS))
             if not readable:
-                self.store.settle()
+                self.store.sync_batch()
         if not readable:
             readable, _, _ = select.select(watched, [], [], seconds)
         if self.listener in readable:
@@ -530,4 +528,4 @@ class Coordinator:
         self.listener.close()
         self.store.wakes.forget(self.process_id)
         # What was committed last becomes durable before we go.
-        self.store.set_process_state(self.process_id, "stopped", durable=self.store.unsettled)
+        self.store.set_process_state(self.process_id, "stopped", durable=self.store.unsynced)

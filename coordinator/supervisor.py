@@ -40,7 +40,7 @@ TRACKER_END_SECONDS = 2
 """How long the end of the library's own helper is waited for."""
 
 LISTEN_SECONDS = 0.5
-"""How often the signs of life of children are looked at; as often as it wakes up while the pool rests."""
+"""How often the heartbeats of children are looked at; as often as it wakes up while the pool rests."""
 
 BACKOFF_SECONDS = (0.0, 0.2, 0.5, 1.0, 2.0)
 

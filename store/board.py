@@ -27,7 +27,7 @@ UP_MS = 1000
 """Who was up longer ago, and has not said so again, may be stopped: then a call does no harm."""
 _ENTRY = struct.Struct("<qq")
 _MOMENTS = struct.Struct("<" + "8xq" * SLOTS)
-"""The second half of each entry of a worker: looking at these alone, and at few of the others, takes half the time."""
+"""The second halves of the entries of workers: to look at these first, and then at few others, takes half the time."""
 
 
 class Board:

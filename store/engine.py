@@ -90,7 +90,7 @@ CROWDED_RATE = 600.0
 processors would only be in its way."""
 EVERYBODY = 1000
 """As many workers as are called where nobody counts how many are needed."""
-VOUCHED_SECONDS = 0.25
+NOTHING_NEWER_SECONDS = 0.25
 """How long those who look ahead believe that a run which this version could serve is still such a one. Whoever writes
 into it with a newer version might have come a moment later as well."""
 LONE_SECONDS = 0.02
@@ -129,12 +129,12 @@ class Store:
         )
         self.path = self.database.path
         self.wakes = WakeFolder(self.path)
-        self.unsettled = False
+        self.unsynced = False
         """Whether a batch is committed that may not be on the disk yet (see `commit_batch`)."""
         self._board = Board(self.database.gate.line, clock)
         self._processors = len(os.sched_getaffinity(0))
         self._next_run: tuple[NextRun | None, float] = (None, 0.0)
-        self._vouched: tuple[str | None, float] = (None, 0.0)
+        self._nothing_newer: tuple[str | None, float] = (None, 0.0)
         self.artifacts = Artifacts(self.database, clock)
         try:
             if self.artifacts.blobs.needs_care():
@@ -166,7 +166,7 @@ class Store:
         if identity.as_text() not in known:
             started = datetime.fromtimestamp(self.clock.now() / 1000 - stat.age_seconds()).isoformat(" ", "seconds")
             return f"it is no agentctl process of this database ({stat.name}, started {started}); end it if it hangs"
-        if stat.state not in "Tt":
+        if not stat.stopped:
             return "it runs, and waits for another program that locks the database, or for the disk"
         return None if process_identity.kill(identity, signal.SIGKILL) else f"no permission to end pid {pid}"
 
@@ -414,13 +414,13 @@ class Store:
         epoch: int,
         revision: int,
         rate: float | None = None,
-        settles: bool = False,
+        syncs_later: bool = False,
     ) -> list[tuple[int, str, str]]:
         """Commit one batch (see `commits.commit_batch`), durably, and wake as many workers as it gives work to.
 
         They are called before the sync: whatever they start is on the disk only together with this commit. Who
-        `settles` makes it durable later, before it rests (`settle`): a sync now would only be in the way of theirs.
-        The end of a run is always on the disk when this returns.
+        `syncs_later` sees to it before it sleeps (`sync_batch`): a sync now would only be in the way of theirs. The end
+        of a run is always on the disk when this returns.
 
         For brief work no more are up than there are processors, as long as it goes on as fast as it can: `rate` is how
         many results a second have come in lately, or None if nobody can tell yet. Whoever passes one makes sure that
@@ -439,16 +439,16 @@ class Store:
                 sleepers = processes.idle_workers(tx, wanted, for_run=run.run_id)
         for sleeper in sleepers:
             self.wakes.wake(sleeper)
-        self.unsettled = settles and bool(sleepers) and batch.run_state is None
-        if not self.unsettled:
+        self.unsynced = syncs_later and bool(sleepers) and batch.run_state is None
+        if not self.unsynced:
             self.database.sync()
         return stopped
 
-    def settle(self) -> None:
-        """Make durable what `commit_batch` has left to be. Raises `SyncFailed`."""
-        if self.unsettled:
+    def sync_batch(self) -> None:
+        """Make durable what `commit_batch` has committed without. Raises `SyncFailed`, once for each such batch."""
+        if self.unsynced:
             # First of all: who is told that it failed ends his workers, and waits for them meanwhile.
-            self.unsettled = False
+            self.unsynced = False
             self.database.sync()
 
     def enough_hands(self) -> bool:
@@ -463,7 +463,7 @@ class Store:
         for sleeper in sleepers:
             self.wakes.wake(sleeper)
 
-    def announce(self, run_id: str) -> None:
+    def announce_work(self, run_id: str) -> None:
         """Let one idle worker get up: there will be work of this run in a moment, for which workers are then called."""
         with self.database.read() as tx:
             sleepers = processes.idle_workers(tx, 1, for_run=run_id)
@@ -581,14 +581,14 @@ class Store:
 
     def _likely_run(self, only_run: str | None) -> NextRun | None:
         """The run that a claim would serve. That no newer agentctl has written into it is looked at now and then."""
-        run_id, since = self._vouched
+        run_id, since = self._nothing_newer
         now = self.clock.monotonic()
-        if run_id is not None and only_run is None and now - since < VOUCHED_SECONDS:
+        if run_id is not None and only_run is None and now - since < NOTHING_NEWER_SECONDS:
             found = self.database.guess(task_queue.likely_run)
             if found is None or found.run_id == run_id:
                 return found
         found = self.database.guess(lambda tx: task_queue.next_run(tx, only_run))
-        self._vouched = (None if found is None else found.run_id, now)
+        self._nothing_newer = (None if found is None else found.run_id, now)
         return found
 
     def _lone_run(self, only_run: str | None) -> NextRun | None:
@@ -862,11 +862,6 @@ class Store:
             done = processes.request_drain(tx, process_id, now=self.clock.now())
         self.wakes.wake(process_id)
         return done
-
-    def asked_to_drain(self, process_id: str) -> bool:
-        """Whether somebody has asked a process to drain."""
-        with self.database.read() as tx:
-            return processes.asked_to_drain(tx, process_id)
 
     def live_processes(self, kind: str | None = None) -> list[ProcessRow]:
         """Rows of processes that have not ended; ask `process_identity.liveness` who really lives."""

@@ -90,6 +90,11 @@ class ProcessStat:
         """A zombie is dead, unless only its first thread has ended and others still run."""
         return self.state in "ZXx" and self.threads <= 1
 
+    @property
+    def stopped(self) -> bool:
+        """It does nothing until somebody lets it go on: Ctrl-Z, SIGSTOP, or a debugger."""
+        return self.state in "Tt"
+
     def age_seconds(self) -> float:
         """How long ago it was started, suspended time included."""
         ticks = os.sysconf("SC_CLK_TCK")
@@ -224,7 +229,7 @@ def is_stopped(text: str) -> bool:
         stat = read_stat(ProcessIdentity.from_text(text).pid)
     except PermissionError:
         return False
-    return stat is not None and stat.state in "Tt"
+    return stat is not None and stat.stopped
 
 
 def _hidden(pid: int) -> bool:

@@ -65,13 +65,6 @@ def request_drain(tx: Connection, process_id: str, *, now: int) -> bool:
     return tx.changes() == 1
 
 
-def asked_to_drain(tx: Connection, process_id: str) -> bool:
-    """Whether a process is to take nothing new."""
-    sql = "SELECT drain_requested_at FROM processes WHERE process_id = ?"
-    row = tx.execute(sql, (process_id,)).fetchone()
-    return row is not None and row[0] is not None
-
-
 def live(tx: Connection, kind: str | None = None) -> list[ProcessRow]:
     """Rows of processes that have not said goodbye; whether they really live is asked of the system."""
     sql = f"SELECT {COLUMNS} FROM processes WHERE stopped_at IS NULL"  # noqa: S608

@@ -11,6 +11,7 @@ is within its limits).
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import signal
 import socket
@@ -27,9 +28,6 @@ reached the children as well, and passing it on must not count as the second one
 
 PINGS_PER_LIMIT = 4
 """How many signs of life fall into the time after which the manager takes the process for dead."""
-
-LONGEST_SLEEP_SECONDS = 60.0
-"""How long a main loop sleeps at most where nobody keeps a watch on it."""
 
 
 class ServiceManager:
@@ -62,7 +60,7 @@ class ServiceManager:
     @property
     def longest_sleep(self) -> float:
         """How many seconds a main loop may sleep at a time, so that its watchdog does not take it for hung."""
-        return LONGEST_SLEEP_SECONDS if self.watchdog_seconds is None else self.watchdog_seconds / PINGS_PER_LIMIT
+        return math.inf if self.watchdog_seconds is None else self.watchdog_seconds / PINGS_PER_LIMIT
 
     @property
     def present(self) -> bool:

@@ -29,7 +29,7 @@ class Timing:
 
     @property
     def rest(self) -> float:
-        """How often a process without work gives a sign of life and looks by itself, in seconds.
+        """How often a process without work gives its heartbeat and looks by itself, in seconds.
 
         It holds no lease that could end, and is believed to be well for a lease and the grace.
         """

@@ -1198,6 +1198,11 @@ def _approvals(tx: Connection, run_id: str | None, *, pending: bool, limit: int)
     return found
 
 
+def concluded_of(reconciliations: list[dict[str, Any]]) -> dict[str, str]:
+    """What counts as concluded about each effect, by records of which the one that counts comes last."""
+    return {said["effectId"]: said["status"] for said in reconciliations}
+
+
 def _reconciliations(tx: Connection, column: str, value: str) -> list[dict[str, Any]]:
     """Conclusions with this run, effect or id, the one that counts last."""
     found = []
@@ -1312,7 +1317,7 @@ def _stream_events(
 
 def _logs(tx: Connection, run: Run, task_id: str | None, *, failed: bool) -> Iterator[dict[str, Any]]:
     task_no = None if task_id is None else _task_no(tx, run, task_id)
-    concluded = {said["effectId"]: said["status"] for said in _reconciliations(tx, "run_id", run.run_id)}
+    concluded = concluded_of(_reconciliations(tx, "run_id", run.run_id))
     for row in _effect_rows(tx, run, task_no, failed=failed):
         _check_version(f"effect {row[0]}", row[1], EFFECT_FORMAT_VERSION, run.run_id)
         if row[6] != "process_execution":
@@ -1354,7 +1359,7 @@ def _logs(tx: Connection, run: Run, task_id: str | None, *, failed: bool) -> Ite
 
 def _conversation(tx: Connection, run: Run, task_id: str | None, *, failed: bool) -> Iterator[dict[str, Any]]:
     task_no = None if task_id is None else _task_no(tx, run, task_id)
-    concluded = {said["effectId"]: said["status"] for said in _reconciliations(tx, "run_id", run.run_id)}
+    concluded = concluded_of(_reconciliations(tx, "run_id", run.run_id))
     for row in _effect_rows(tx, run, task_no, failed=failed):
         _check_version(f"effect {row[0]}", row[1], EFFECT_FORMAT_VERSION, run.run_id)
         tool = row[5].removeprefix(PREFIX) if row[5].startswith(PREFIX) else None

@@ -394,10 +394,11 @@ class Worker:
             self._next_beat = now + self._timing.until_rest_ends(now, chance=self._ids.uniform())
         elif self._called:
             # Whoever called had no work to give, or called while we worked: perhaps a person wants it to end.
-            self._watch.drain |= self._store.asked_to_drain(self._config.process_id)
+            row = self._store.get_process(self._config.process_id)
+            self._watch.drain |= row is not None and row.drains
         if self._watch.drain:
             return True
-        # A look of its own with each sign of life: the net under lost calls.
+        # A look of its own with each heartbeat: the net under lost calls.
         self._called = self._rest(min(max(0.0, self._next_beat - now), self._manager.longest_sleep))
         if self._announced is not None:
             self._get_to_know(self._announced)

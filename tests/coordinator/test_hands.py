@@ -1,89 +1,23 @@
-"""Who is woken, and when: workers for what is enqueued, coordinators for what is submitted. And who rests how long."""
+"""Who is woken for what is enqueued: for brief work as many as there are processors, unless it does not go on."""
 
 from __future__ import annotations
 
-import socket
 from collections.abc import Iterator
-from contextlib import closing
 from pathlib import Path
 
 import pytest
-from agentctl.coordinator.compiler import compile_workflow
-from agentctl.coordinator.definition import load_workflow
-from agentctl.coordinator.driver import (
-    ANSWER_SECONDS,
-    LOOK_SECONDS,
-    PACE_FORGOTTEN_SECONDS,
-    PACE_SECONDS,
-    QUIET_LOOKS,
-    SETTLE_SECONDS,
-    Coordinator,
-    _Pace,
-)
-from agentctl.coordinator.service import process_row
-from agentctl.coordinator.submission import submit
+from agentctl.coordinator.driver import ANSWER_SECONDS, PACE_FORGOTTEN_SECONDS, PACE_SECONDS, _Pace
 from agentctl.store.engine import CROWDED_RATE, Store
-from agentctl.store.faults import Faults
 from agentctl.store.records import Batch
 from agentctl.store.states import BRIEF_KINDS
 from agentctl.store.task_queue import BRISK_MS
-from agentctl.store.timing import Timing
-from support import builders, store_children
+from support import store_children
 from support.builders import Driver, Hand, new_run, open_store
 from support.children import SPAWN, Children
 from support.clock import FixedIds, ManualClock
+from support.coordinators import COMMAND, READ, WORKERS, Sleepers, begun, registered
 
-WORKERS = 6
 PROCESSORS = 2
-TIMING = Timing()
-
-DOCUMENT = """
-apiVersion: agentctl.dev/v1
-kind: Workflow
-metadata: {{name: many}}
-spec:
-  inputs: {{items: {items}}}
-  policy: {{approval: never, processAllowlist: ["true"]}}
-  runtime: {{maxConcurrency: 8}}
-  actions: {{act: {action}}}
-  tasks:
-    - {{id: each, uses: "action:act", foreach: {{items: "${{{{ inputs.items }}}}", maxItems: 8}}}}
-"""
-READ = "{kind: builtin.read, with: {path: x}}"
-COMMAND = "{kind: builtin.shell.exec, command: /bin/true}"
-
-
-class Sleepers:
-    """Idle workers that only note that they were called."""
-
-    def __init__(self, store: Store) -> None:
-        self._listeners: dict[str, socket.socket] = {}
-        for number in range(WORKERS):
-            name = f"sleeper-{number}"
-            store.register(builders.process_row(name, state="idle"))
-            self._listeners[name] = store.wakes.listen(name)
-
-    def called(self) -> int:
-        """How many calls have come since the last question, announcements left out."""
-        return self._messages().count(b"w")
-
-    def announced(self) -> list[str]:
-        """The runs that were announced to somebody since the last question."""
-        return [message[1:].decode() for message in self._messages() if message.startswith(b"a")]
-
-    def _messages(self) -> list[bytes]:
-        found = []
-        for listener in self._listeners.values():
-            try:
-                while message := listener.recv(256):
-                    found.append(message)
-            except BlockingIOError:
-                continue
-        return found
-
-    def close(self) -> None:
-        for listener in self._listeners.values():
-            listener.close()
 
 
 @pytest.fixture
@@ -150,29 +84,6 @@ def test_whoever_is_busy_for_long_is_no_hand(store: Store, sleepers: Sleepers, c
     assert sleepers.called() == PROCESSORS
 
 
-def submitted(store: Store, ids: FixedIds, folder: Path, action: str, items: int = 8) -> str:
-    """A run of so many such actions, which nobody drives yet."""
-    file = folder / "many.yaml"
-    file.write_text(DOCUMENT.format(action=action, items=list(range(items))))
-    document = load_workflow(file)
-    return submit(store, document, compile_workflow(document), {}, ids=ids, base_path=folder, actor="tester").run_id
-
-
-def begun(store: Store, clock: ManualClock, ids: FixedIds, folder: Path, action: str, items: int = 8) -> Coordinator:
-    """The coordinator of a run of so many such actions, which it has just enqueued."""
-    submitted(store, ids, folder, action, items)
-    coordinator = registered(store, clock, ids, adopts=True)
-    while not store.has_ready(None):
-        coordinator.tick()
-    return coordinator
-
-
-def registered(store: Store, clock: ManualClock, ids: FixedIds, *, adopts: bool) -> Coordinator:
-    process_id = ids.new_id("coordinator")
-    store.register(process_row("coordinator", process_id, "coordinator", "0", clock.now()))
-    return Coordinator(store, clock, ids, Timing(), Faults(None), process_id=process_id, adopts=adopts)
-
-
 @pytest.mark.parametrize(
     ("action", "items", "called"),
     [
@@ -197,7 +108,7 @@ def test_work_at_which_nobody_moves_gets_everybody(
     monkeypatch.setattr(
         "agentctl.coordinator.driver.select.select", lambda *given: (slept.append(given[3]), ([], [], []))[1]
     )
-    coordinator = begun(store, clock, ids, tmp_path, action, items)
+    coordinator = begun(store, ids, tmp_path, action, items)
     assert sleepers.called() == called
     for _ in range(2):  # the first look sees the commit itself
         assert sleepers.called() == 0
@@ -215,7 +126,7 @@ def test_work_at_which_nobody_moves_gets_everybody(
 def test_as_long_as_it_goes_on_nobody_else_is_called(
     store: Store, sleepers: Sleepers, clock: ManualClock, ids: FixedIds, tmp_path: Path
 ) -> None:
-    coordinator = begun(store, clock, ids, tmp_path, READ)
+    coordinator = begun(store, ids, tmp_path, READ)
     assert sleepers.called() == PROCESSORS
     hands = [Hand(store, f"worker-{number}") for number in range(PROCESSORS)]
     claims = [hand.take() for hand in hands]
@@ -232,7 +143,7 @@ def test_as_long_as_it_goes_on_nobody_else_is_called(
 def test_commands_get_everybody_at_once(
     store: Store, sleepers: Sleepers, clock: ManualClock, ids: FixedIds, tmp_path: Path
 ) -> None:
-    coordinator = begun(store, clock, ids, tmp_path, COMMAND)
+    coordinator = begun(store, ids, tmp_path, COMMAND)
     assert sleepers.called() == WORKERS
     coordinator.close()
 
@@ -269,180 +180,10 @@ def test_whoever_takes_a_run_calls_workers_for_what_is_ready(
     store: Store, sleepers: Sleepers, clock: ManualClock, ids: FixedIds, tmp_path: Path
 ) -> None:
     """Those whom the driver before has called may have found nothing to claim: the run was paused, say."""
-    coordinator = begun(store, clock, ids, tmp_path, COMMAND)
+    coordinator = begun(store, ids, tmp_path, COMMAND)
     coordinator.close()
     sleepers.called()
-    next_one = registered(store, clock, ids, adopts=False)
+    next_one = registered(store, ids, adopts=False)
     assert next_one.take(store.open_runs()[0], resume=False)
     assert sleepers.called() == WORKERS
     next_one.close()
-
-
-# -- rest --------------------------------------------------------------------------------------------------------------
-
-
-def test_who_has_nothing_to_do_rests(store: Store, clock: ManualClock, ids: FixedIds) -> None:
-    """One waking in a rest for a pool and a few for a coordinator: the sign of life comes with a look."""
-    for adopts, looks in ((False, 1), (True, QUIET_LOOKS)):
-        resting = registered(store, clock, ids, adopts=adopts)
-        wakings = 0
-        ends = clock.monotonic() + 10 * TIMING.rest
-        while clock.monotonic() < ends:
-            resting.tick()
-            assert resting.sleep_seconds() > 0
-            clock.advance(resting.sleep_seconds())
-            wakings += 1
-        # The first sign of life comes early, before anybody has rested.
-        assert 10 * looks <= wakings <= 10 * looks + 3
-        [row] = [row for row in store.live_processes() if row.process_id == resting.process_id]
-        assert clock.now() - row.heartbeat_at <= TIMING.rest * 1000
-        resting.close()
-
-
-def test_nobody_rests_while_somebody_holds_something(store: Store, clock: ManualClock, ids: FixedIds) -> None:
-    for adopts in (False, True):
-        base = registered(store, clock, ids, adopts=adopts)
-        base.tick()
-        assert base.sleep_seconds() > LOOK_SECONDS
-        base.close()
-    store.create_run(new_run(tasks=1))
-    Driver(store, "run-1").enqueue([0])
-    Hand(store).take()
-    for adopts in (False, True):
-        base = registered(store, clock, ids, adopts=adopts)
-        base.tick()
-        assert base.sleep_seconds() == LOOK_SECONDS
-        base.close()
-
-
-def test_a_coordinator_looks_after_runs_that_others_drive(store: Store, clock: ManualClock, ids: FixedIds) -> None:
-    store.create_run(new_run(tasks=1))
-    store.register(builders.process_row("driver-1"))
-    Driver(store, "run-1")
-    watching = registered(store, clock, ids, adopts=True)
-    watching.tick()
-    assert (watching.drivers, watching.sleep_seconds()) == ({}, LOOK_SECONDS)
-    watching.close()
-
-
-def test_whoever_submits_calls_and_the_run_is_taken_at_once(
-    store: Store, clock: ManualClock, ids: FixedIds, tmp_path: Path
-) -> None:
-    resting = registered(store, clock, ids, adopts=True)
-    resting.tick()
-    run_id = submitted(store, ids, tmp_path, COMMAND)
-    resting.tick()
-    assert not resting.drivers, "nobody has called"
-    store.call_coordinators()
-    resting.wait()
-    resting.tick()
-    assert list(resting.drivers) == [run_id]
-    assert resting.sleep_seconds() <= LOOK_SECONDS
-    # With a run that it drives, too, a call leads to a look if there is a run to adopt, and only then.
-    looks = clock.monotonic()
-    store.wakes.wake(resting.process_id)
-    resting.wait(at_most=0)
-    resting.tick()
-    assert resting.sleep_seconds() <= LOOK_SECONDS - (clock.monotonic() - looks)
-    other = submitted(store, ids, tmp_path, READ)
-    store.call_coordinators()
-    resting.wait(at_most=0)
-    resting.tick()
-    assert set(resting.drivers) == {run_id, other}
-    resting.close()
-
-
-def test_who_takes_a_run_by_itself_calls_those_who_adopt(
-    store: Store, clock: ManualClock, ids: FixedIds, tmp_path: Path
-) -> None:
-    """Should it die, they have to see it soon: from now on they look after its run."""
-    resting = registered(store, clock, ids, adopts=True)
-    resting.tick()
-    alone = registered(store, clock, ids, adopts=False)
-    submitted(store, ids, tmp_path, COMMAND)
-    assert alone.take(store.open_runs()[0], resume=False)
-    resting.wait()
-    resting.tick()
-    assert (resting.drivers, resting.sleep_seconds()) == ({}, LOOK_SECONDS)
-    alone.close()
-    resting.close()
-
-
-def test_a_rest_is_cut_short_by_a_run(store: Store, clock: ManualClock, ids: FixedIds, tmp_path: Path) -> None:
-    """The lease of its run has to be renewed in time, however long the coordinator has rested."""
-    resting = registered(store, clock, ids, adopts=True)
-    clock.advance(TIMING.rest)
-    resting.tick()
-    submitted(store, ids, tmp_path, COMMAND)
-    assert resting.take(store.open_runs()[0], resume=False)
-    ends = clock.monotonic() + 3 * TIMING.lease
-    while clock.monotonic() < ends:
-        resting.tick()
-        clock.advance(max(0.01, resting.sleep_seconds()))
-        [run] = store.open_runs()
-        assert run.driver_lease_expires_at is not None
-        assert run.driver_lease_expires_at > clock.now()
-    resting.close()
-
-
-def test_the_first_work_of_a_run_is_announced(
-    store: Store, sleepers: Sleepers, clock: ManualClock, ids: FixedIds, tmp_path: Path
-) -> None:
-    """To one worker, before the run is read; and not again when another driver takes the run."""
-    run_id = submitted(store, ids, tmp_path, COMMAND)
-    coordinator = registered(store, clock, ids, adopts=True)
-    assert coordinator.take(store.open_runs()[0], resume=False)
-    assert sleepers.announced() == [run_id]
-    coordinator.close()
-    next_one = registered(store, clock, ids, adopts=True)
-    assert next_one.take(store.open_runs()[0], resume=False)
-    assert sleepers.announced() == []
-    next_one.close()
-
-
-# -- commits that are made durable a moment later ----------------------------------------------------------------------
-
-
-def test_a_commit_for_which_workers_are_called_is_durable_before_its_driver_rests(
-    tmp_path: Path, clock: ManualClock, ids: FixedIds
-) -> None:
-    """And so is every other one before the next step: only a call delays it, since whoever comes syncs as well."""
-    synced: list[str] = []
-    opened = open_store(tmp_path, clock, sync=lambda: synced.append("sync"))
-    with closing(opened) as store, closing(Sleepers(store)) as sleepers:
-        coordinator = begun(store, clock, ids, tmp_path, COMMAND)
-        assert sleepers.called() > 0
-        synced.clear()
-        assert store.unsettled
-        coordinator.wait(at_most=0.0)
-        assert (synced, store.unsettled) == (["sync"], False)
-        coordinator.wait(at_most=0.0)
-        assert synced == ["sync"]
-        coordinator.close()
-
-
-def test_whoever_is_called_meanwhile_goes_on_first(tmp_path: Path, clock: ManualClock, ids: FixedIds) -> None:
-    synced: list[str] = []
-    opened = open_store(tmp_path, clock, sync=lambda: synced.append("sync"))
-    with closing(opened) as store, closing(Sleepers(store)):
-        coordinator = begun(store, clock, ids, tmp_path, COMMAND)
-        synced.clear()
-        store.wakes.wake(coordinator.process_id)
-        coordinator.wait()
-        assert (synced, store.unsettled) == ([], True)
-        coordinator.wait(at_most=SETTLE_SECONDS)
-        assert (synced, store.unsettled) == (["sync"], False)
-        coordinator.close()
-
-
-def test_where_nobody_is_called_a_commit_is_durable_at_once(tmp_path: Path, clock: ManualClock, ids: FixedIds) -> None:
-    synced: list[str] = []
-    with closing(open_store(tmp_path, clock, sync=lambda: synced.append("sync"))) as store:
-        submitted(store, ids, tmp_path, COMMAND)
-        coordinator = registered(store, clock, ids, adopts=True)
-        assert coordinator.take(store.open_runs()[0], resume=False)
-        synced.clear()
-        coordinator.tick()
-        assert store.has_ready(None)
-        assert (len(synced) > 0, store.unsettled) == (True, False)
-        coordinator.close()

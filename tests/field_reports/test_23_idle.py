@@ -30,7 +30,7 @@ def test_a_pool_at_rest(field: Field) -> None:
     written = wal.stat().st_size
     assert _rest(field, pids, length) < PER_MINUTE
     assert field.scalar("SELECT COUNT(*) FROM audit_events") == audit
-    # Apart from signs of life (every 10 s for ten processes, a page or two each) nothing is written.
+    # Apart from heartbeats (every 10 s for ten processes, a page or two each) nothing is written.
     beats = 10 * (length / 10 + 2)
     assert wal.stat().st_size - written <= beats * 4 * 4200
     file = field.workflow("one", [field.tick_task("t", idempotent=True)])

@@ -117,7 +117,7 @@ def test_workers_stop_reaches_a_worker_alone(field: Field) -> None:
 
 @pytest.mark.parametrize("alone", [True, False], ids=["alone", "pool"])
 def test_a_worker_that_rests_drains_when_it_is_asked(field: Field, alone: bool) -> None:
-    """It is called; its next sign of life would be too late."""
+    """It is called; its next heartbeat would be too late."""
     patient = {"AGENTCTL_LEASE_SECONDS": "9000", "AGENTCTL_HEARTBEAT_SECONDS": "3000"}
     command = ["worker", "start", "--name", "a"] if alone else ["workers", "start", "-n", "1", "--name", "p"]
     process = field.start(*command, env=patient)

@@ -11,7 +11,7 @@ from pathlib import Path
 import apsw
 import pytest
 from agentctl.store.board import FRESH_MS, SLOTS, UP_MS, Board, _number_and_place
-from agentctl.store.engine import LONE_SECONDS, VOUCHED_SECONDS, Store
+from agentctl.store.engine import LONE_SECONDS, NOTHING_NEWER_SECONDS, Store
 from agentctl.store.errors import LeaseLost
 from agentctl.store.records import (
     AttemptEnd,
@@ -267,7 +267,7 @@ def test_what_a_newer_agentctl_has_written_into_is_left_alone_soon(store: Store,
     with store.database.write() as tx:
         tx.execute("UPDATE tasks SET metadata_version = 99 WHERE run_id = 'run-1'")
     assert Hand(store).take().run_id == "run-2"
-    clock.advance(VOUCHED_SECONDS)
+    clock.advance(NOTHING_NEWER_SECONDS)
     assert seen_run(store) == "run-2"
 
 
